@@ -1,0 +1,109 @@
+"""The interface through which KV blocks move from one worker's pool to another's.
+
+Owns: the six verbs and the values that they take. Refuses to know: sequences, leases, schedulers, gRPC.
+
+    source:       attach -> export ----------------------------------> release
+    destination:  attach -> pull -> poll: FINISHED or FAILED, then SETTLED, each exactly once a pull
+
+Destination blocks of a pull may be written until it is SETTLED: they must not be reused before. `pull` and `poll` never
+block; both may be called from any one thread at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from baton.proto.messages import KvGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class KvPool:
+    """A worker's whole KV memory: one tensor [block, layer, kv_head, K/V, token, head_dim], contiguous.
+
+    The tensor must stay mapped until the connector is closed: a peer's read of unmapped memory can end the process.
+    """
+
+    tensor: torch.Tensor
+    geometry: KvGeometry
+
+    @property
+    def num_blocks(self) -> int:
+        return self.tensor.shape[0]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.tensor[0].numel() * self.tensor.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """A read of whole blocks: `source_blocks[i]` of the peer at `address` into our `destination_blocks[i]`.
+
+    `pull_id` is unique for the life of the connector. `checksum` is the source's crc over these blocks, 0 if unknown.
+    """
+
+    pull_id: int
+    peer: str
+    address: bytes
+    source_blocks: tuple[int, ...]
+    destination_blocks: tuple[int, ...]
+    checksum: int = 0
+
+
+class PullState(Enum):
+    FINISHED = "finished"
+    FAILED = "failed"
+    SETTLED = "settled"
+
+
+@dataclass(frozen=True, slots=True)
+class PullEvent:
+    pull_id: int
+    state: PullState
+    num_bytes: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+
+
+class Connector(Protocol):
+    """Moves KV blocks between pools. See the module's drawing for the order of calls."""
+
+    @property
+    def name(self) -> str:
+        """The connector's name in the configuration."""
+        ...
+
+    def attach(self, pool: KvPool) -> bytes:
+        """Registers the pool; returns the address that peers need to read from it. Called once."""
+        ...
+
+    def export(self, export_id: str, block_ids: tuple[int, ...]) -> int:
+        """Lets peers read these blocks until `release(export_id)`; may be called again with further blocks.
+
+        Returns the checksum of the blocks named (0 where checksums are off).
+        """
+        ...
+
+    def pull(self, pull: Pull) -> None:
+        """Starts a read and returns at once. Every outcome comes from `poll`, errors included."""
+        ...
+
+    def poll(self) -> list[PullEvent]:
+        """What has happened since the last call, in order. Never blocks."""
+        ...
+
+    def forget(self, peer: str) -> None:
+        """Drops what is known of a peer that is gone. Its pulls fail and settle."""
+        ...
+
+    def release(self, export_id: str) -> None:
+        """Ends an export. Unknown ids are ignored: release may race with the end of a peer."""
+        ...
+
+    def close(self) -> None:
+        """Fails what is in flight, waits until it has settled (at most a few seconds) and frees the transport."""
+        ...

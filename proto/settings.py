@@ -1,0 +1,88 @@
+"""What a worker process is told when it starts, as frozen dataclasses; the configuration file's vocabulary.
+
+Owns: names, types, defaults and bounds of every setting that crosses from the configuration to a worker. Field metadata
+carries the bounds (`minimum`, `maximum`, `choices`), which `router.config` checks with the key's path in the error.
+Refuses to know: files, YAML, and what the settings do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.proto.messages import Role
+
+
+def bounded(default: Any, *, minimum: float | None = None, maximum: float | None = None) -> Any:
+    """A dataclass field with a numeric range, both ends included."""
+    return field(default=default, metadata={"minimum": minimum, "maximum": maximum})
+
+
+def one_of(default: str, choices: Sequence[str]) -> Any:
+    """A dataclass field that takes one of a few names."""
+    return field(default=default, metadata={"choices": tuple(choices)})
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """Budgets and policies of one worker's scheduler.
+
+    `long_prefill_token_threshold` caps one sequence's chunk; 0 is off.
+    """
+
+    max_num_batched_tokens: int = bounded(2048, minimum=1)
+    max_num_seqs: int = bounded(256, minimum=1)
+    long_prefill_token_threshold: int = bounded(0, minimum=0)
+    prefix_cache: bool = True
+    policy: str = one_of("fcfs", ("fcfs", "priority", "deadline"))
+    preemption: str = one_of("recompute", ("recompute",))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """The model and the memory that one worker computes with.
+
+    `model`: a directory, a Hugging Face id or `demo`. `max_model_len` 0 takes the model's own. `num_blocks` 0 derives
+    the pool's size from `kv_cache_gib`. `threads` 0 shares the machine's cores among the workers on it.
+    """
+
+    model: str = "demo"
+    dtype: str = one_of("bfloat16", ("bfloat16", "float16", "float32"))
+    device: str = one_of("cpu", ("cpu", "cuda"))
+    block_size: int = bounded(16, minimum=1, maximum=256)
+    num_blocks: int = bounded(0, minimum=0)
+    kv_cache_gib: float = bounded(1.0, minimum=0.001)
+    max_model_len: int = bounded(0, minimum=0)
+    threads: int = bounded(0, minimum=0, maximum=1024)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSettings:
+    """How KV moves and how long each side waits for the other.
+
+    `lease_s`: how long the source keeps lent blocks without a heartbeat. `peer_timeout_s`: silence after which a peer
+    is given up. `transport`: UCX_TLS for the nixl connector, empty lets UCX choose.
+    """
+
+    connector: str = one_of("nixl", ("nixl", "local"))
+    checksums: str = one_of("off", ("off", "sampled", "always"))
+    lease_s: float = bounded(10.0, minimum=0.2)
+    heartbeat_s: float = bounded(0.25, minimum=0.01)
+    peer_timeout_s: float = bounded(3.0, minimum=0.1)
+    transport: str = ""
+    network_device: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """All that one worker process needs to know at its start."""
+
+    worker_id: str
+    pool: str
+    role: Role
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+    transfer: TransferSettings = field(default_factory=TransferSettings)
+    host: str = "127.0.0.1"
+    idle_report_s: float = 0.1

@@ -1,0 +1,81 @@
+"""What the scheduler tells the engine to compute, and what the engine answers.
+
+Owns: `Step`, `Chunk`, `StepResult` and the events that a commit yields. Refuses to know: how anything is computed.
+
+    Scheduler.plan(now) -> Step -> Runner.run(step) -> StepResult -> Scheduler.commit(step, result, now) -> events
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from baton.proto.messages import FinishReason, TokenLogprob
+from baton.scheduler.sequence import Sequence
+
+
+class Chunk(NamedTuple):
+    """Tokens [start, start + num_tokens) of one sequence, to be computed in one step.
+
+    The engine reads `sequence.token_ids`, `sequence.block_ids` and `sequence.sampling`, and writes to none of them.
+    `samples`: the chunk reaches the sequence's last token, so its logits choose the next one.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One batch for the engine, and what else the plan decided.
+
+    `preempted` lost their blocks in this plan: whoever lent them must revoke the lease before the step runs.
+    `reserved` are decode-side sequences that now hold blocks for a hand-off and may start to pull.
+    """
+
+    number: int
+    chunks: list[Chunk]
+    num_tokens: int
+    preempted: list[Sequence] = field(default_factory=list)
+    reserved: list[Sequence] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """The log-probabilities that one chunk was asked for.
+
+    `sampled` is that of the sampled token; `prompt` those of tokens start + 1 .. start + num_tokens of the sequence, as
+    far as they are prompt tokens.
+    """
+
+    sampled: TokenLogprob | None = None
+    prompt: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the engine computed for a step.
+
+    `token_ids[i]` is the token sampled for chunk i, -1 where the chunk does not sample. `logprobs` maps the index of a
+    chunk to its log-probabilities, for those few chunks that want any.
+    """
+
+    token_ids: list[int]
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)
+
+
+class Emitted(NamedTuple):
+    """A sequence got one token; `finish` says whether and why that ended it."""
+
+    sequence: Sequence
+    token_id: int
+    finish: FinishReason | None
+
+
+class Progressed(NamedTuple):
+    """A prefill-role sequence now has KV for tokens [0, num_tokens): more of it may be lent."""
+
+    sequence: Sequence
+    num_tokens: int

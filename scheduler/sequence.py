@@ -1,0 +1,133 @@
+"""A request inside one worker: its tokens, its blocks and the state that it is in.
+
+Owns: `Sequence` (mutable, owned by one worker's scheduler) and the one table of allowed moves.
+Refuses to know: why a sequence moves; that is the scheduler's business.
+
+                      announce            admit              land             step
+    decode leg:  EXPECTED -----> WAITING -------> RECEIVING -----> LANDED --------> RUNNING --> FINISHED
+    other legs:                  WAITING -----------------------------------------> RUNNING --> EXPORTED --> FINISHED
+                                                                    (no blocks)     ^  |  (prefill leg: KV is lent)
+                                                                      PREEMPTED ----+<-+
+    Every state but FINISHED and ABORTED may move to ABORTED.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from baton.proto.messages import FinishReason, Request
+
+
+class State(Enum):
+    EXPECTED = "expected"  # decode leg: the source has not announced any KV yet
+    WAITING = "waiting"  # wants blocks
+    RECEIVING = "receiving"  # decode leg: holds blocks, its KV is being pulled into them
+    LANDED = "landed"  # decode leg: holds blocks with all of the KV, wants its first step
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # was running, lost its blocks, wants them back
+    EXPORTED = "exported"  # prefill leg: computed, its blocks are lent until they are released
+    FINISHED = "finished"
+    ABORTED = "aborted"
+
+
+ALLOWED_MOVES: dict[State, frozenset[State]] = {
+    State.EXPECTED: frozenset({State.WAITING, State.ABORTED}),
+    State.WAITING: frozenset({State.RUNNING, State.RECEIVING, State.ABORTED}),
+    State.RECEIVING: frozenset({State.LANDED, State.FINISHED, State.ABORTED}),
+    State.LANDED: frozenset({State.RUNNING, State.PREEMPTED, State.ABORTED}),
+    State.RUNNING: frozenset({State.PREEMPTED, State.EXPORTED, State.FINISHED, State.ABORTED}),
+    State.PREEMPTED: frozenset({State.RUNNING, State.ABORTED}),
+    State.EXPORTED: frozenset({State.FINISHED, State.ABORTED}),
+    State.FINISHED: frozenset(),
+    State.ABORTED: frozenset(),
+}
+
+
+class IllegalMove(AssertionError):
+    """A sequence was asked to make a move that the table does not allow: a bug in the caller."""
+
+    def __init__(self, sequence_id: str, origin: State, target: State) -> None:
+        super().__init__(f"sequence {sequence_id}: {origin.value} -> {target.value} is not an allowed move")
+
+
+class Sequence:
+    """One request's tokens and progress. Only the scheduler writes to it; the engine reads.
+
+    `token_ids`: prompt, then output. `num_computed_tokens`: tokens [0, n) have KV, or will have once the
+    steps planned so far have run. `block_ids[i]` holds the KV of tokens [i * block_size, (i + 1) * block_size).
+    Times are seconds on the worker's own clock, None until the moment has come.
+    """
+
+    __slots__ = (
+        "added_s",
+        "arrival_number",
+        "block_ids",
+        "finish_reason",
+        "finished_s",
+        "first_run_s",
+        "landed_s",
+        "max_total_tokens",
+        "num_cached_blocks",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_recomputed_tokens",
+        "num_transferred_tokens",
+        "prefix_hashes",
+        "request",
+        "sampling",
+        "sequence_id",
+        "state",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request, arrival_number: int, now: float) -> None:
+        self.request = request
+        self.sequence_id = request.sequence_id
+        self.sampling = request.sampling
+        self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
+        self.arrival_number = arrival_number
+        self.num_prompt_tokens = request.num_prompt_tokens
+        self.token_ids = list(request.token_ids)
+        self.max_total_tokens = request.num_prompt_tokens + request.sampling.max_tokens
+        self.block_ids: list[int] = []
+        self.prefix_hashes: list[int] = []
+        self.num_computed_tokens = 0
+        self.num_cached_blocks = 0
+        self.num_cached_tokens = 0
+        self.num_transferred_tokens = 0
+        self.num_recomputed_tokens = 0
+        self.num_preemptions = 0
+        self.state = State.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.added_s = now
+        self.landed_s: float | None = None
+        self.first_run_s: float | None = None
+        self.finished_s: float | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens so far, those of earlier attempts included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def ended(self) -> bool:
+        return self.state is State.FINISHED or self.state is State.ABORTED
+
+    def move_to(self, target: State) -> None:
+        """Moves to `target`; raises IllegalMove unless the table allows it."""
+        if target not in ALLOWED_MOVES[self.state]:
+            raise IllegalMove(self.sequence_id, self.state, target)
+        self.state = target
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.sequence_id}, {self.state.value}, computed {self.num_computed_tokens} of "
+            f"{len(self.token_ids)}, {len(self.block_ids)} blocks)"
+        )

@@ -1,0 +1,3 @@
+"""Disaggregated prefill/decode serving for large language models."""
+
+__version__ = "0.1.0"
