@@ -11,13 +11,27 @@ block; both may be called from any one thread at a time.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
 from baton.proto.messages import KvGeometry
+from baton.proto.settings import TransferSettings
+
+
+class ConnectorError(Exception):
+    """A connector cannot do what was asked of it."""
+
+
+class AddressRefused(ConnectorError):
+    """A peer's address is garbled, or its pool and ours do not fit. Reaches callers as the reason of a failed pull."""
+
+
+class TransportUnavailable(ConnectorError):
+    """The transport's library is missing or does not start on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +51,11 @@ class KvPool:
     @property
     def block_bytes(self) -> int:
         return self.tensor[0].numel() * self.tensor.element_size()
+
+    def require_blocks(self, block_ids: tuple[int, ...]) -> None:
+        """Raises ConnectorError if the pool lacks one of these blocks."""
+        if block_ids and not (min(block_ids) >= 0 and max(block_ids) < self.num_blocks):
+            raise ConnectorError(f"blocks {min(block_ids)}..{max(block_ids)} of a pool of {self.num_blocks}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +126,12 @@ class Connector(Protocol):
     def close(self) -> None:
         """Fails what is in flight, waits until it has settled (at most a few seconds) and frees the transport."""
         ...
+
+
+def open_connector(settings: TransferSettings) -> Connector:
+    """The connector that the configuration names: class `<Name>Connector` of the module `connectors/<name>.py`.
+
+    Raises TransportUnavailable if it cannot run here.
+    """
+    module = importlib.import_module(f"baton.kvtransfer.connectors.{settings.connector}")
+    return cast(Connector, getattr(module, f"{settings.connector.capitalize()}Connector")(settings))

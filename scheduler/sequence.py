@@ -8,6 +8,7 @@ Refuses to know: why a sequence moves; that is the scheduler's business.
     other legs:                  WAITING -----------------------------------------> RUNNING --> EXPORTED --> FINISHED
                                                                     (no blocks)     ^  |  (prefill leg: KV is lent)
                                                                       PREEMPTED ----+<-+
+    LANDED may be preempted too. RECEIVING ends as FINISHED when the token that lands with it is the last one.
     Every state but FINISHED and ABORTED may move to ABORTED.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from baton.proto.messages import FinishReason, Request
+from baton.proto.messages import FinishReason, Leg, Request
 
 
 class State(Enum):
@@ -54,7 +55,15 @@ class Sequence:
     """One request's tokens and progress. Only the scheduler writes to it; the engine reads.
 
     `token_ids`: prompt, then output. `num_computed_tokens`: tokens [0, n) have KV, or will have once the
-    steps planned so far have run. `block_ids[i]` holds the KV of tokens [i * block_size, (i + 1) * block_size).
+    steps planned so far have run. `block_ids[i]` holds the KV of tokens [i * block_size, (i + 1) * block_size);
+    a sequence that has ended keeps none.
+
+        | prefix cache hit | computed                 | to compute      | room for one more |
+        0                  num_cached_tokens          num_computed      len(token_ids)      len(block_ids) * block_size
+
+    `num_cached_tokens` counts what its first admission found in the prefix cache; the first `num_cached_blocks` blocks
+    are known to the prefix cache. Of the tokens that it had when it last began to wait, `num_queued_tokens` are still
+    to be computed; those below `num_lost_tokens` were computed before a preemption. `max_total_tokens` ends it.
     Times are seconds on the worker's own clock, None until the moment has come.
     """
 
@@ -66,12 +75,15 @@ class Sequence:
         "finished_s",
         "first_run_s",
         "landed_s",
+        "leg",
         "max_total_tokens",
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_lost_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_queued_tokens",
         "num_recomputed_tokens",
         "num_transferred_tokens",
         "prefix_hashes",
@@ -86,6 +98,7 @@ class Sequence:
     def __init__(self, request: Request, arrival_number: int, now: float) -> None:
         self.request = request
         self.sequence_id = request.sequence_id
+        self.leg = request.leg
         self.sampling = request.sampling
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
         self.arrival_number = arrival_number
@@ -93,14 +106,16 @@ class Sequence:
         self.token_ids = list(request.token_ids)
         self.max_total_tokens = request.num_prompt_tokens + request.sampling.max_tokens
         self.block_ids: list[int] = []
-        self.prefix_hashes: list[int] = []
+        self.prefix_hashes: list[bytes] = []
         self.num_computed_tokens = 0
         self.num_cached_blocks = 0
         self.num_cached_tokens = 0
         self.num_transferred_tokens = 0
+        self.num_queued_tokens = 0 if request.leg is Leg.DECODE else len(request.token_ids)
+        self.num_lost_tokens = 0
         self.num_recomputed_tokens = 0
         self.num_preemptions = 0
-        self.state = State.WAITING
+        self.state = State.EXPECTED if request.leg is Leg.DECODE else State.WAITING
         self.finish_reason: FinishReason | None = None
         self.added_s = now
         self.landed_s: float | None = None

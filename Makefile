@@ -1,0 +1,60 @@
+# Needs make, python3.11 with venv and pip, and gcc. Offline once `make venv` has run.
+# PYTHON=... chooses the interpreter that makes .venv; ARGS=... replaces or adds to the arguments of test, serve and bench.
+
+PYTHON ?= python3.11
+ARGS ?=
+
+BIN := .venv/bin
+PROTOS := inference worker cluster
+GENERATED := $(foreach name,$(PROTOS),$(name)_pb2.py $(name)_pb2.pyi $(name)_pb2_grpc.py)
+PROTOC := $(BIN)/python -m grpc_tools.protoc -I src
+
+# The stamp's name says what was installed and where: another lock, or a checkout that was moved, installs again.
+STAMP := .venv/.baton-$(shell { cat requirements.lock requirements-nodeps.lock pyproject.toml; pwd; } | cksum | tr ' ' -)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo serve test lint proto bench venv clean
+
+help: ## Show this list.
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
+
+demo: venv ## One prefill and one decode worker on this machine answer a question, then stop.
+	@$(BIN)/python -m baton.client.demo
+
+serve: venv ## Serve with cluster.yaml, or with what ARGS says: make serve ARGS="--prefill 1 --decode 2".
+	$(BIN)/baton serve $(or $(ARGS),$(wildcard cluster.yaml))
+
+test: venv ## Run all tests; ARGS goes to pytest: make test ARGS="-m 'not cluster'".
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: venv ## Check style, formatting, types, and that the generated protocol code is up to date.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	@out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && \
+	$(PROTOC) --python_out="$$out" --pyi_out="$$out" --grpc_python_out="$$out" $(PROTOS:%=baton/proto/%.proto) && \
+	for file in $(GENERATED); do \
+		cmp -s "proto/$$file" "$$out/baton/proto/$$file" || { echo "proto/$$file is out of date: make proto"; exit 1; }; \
+	done
+
+proto: venv ## Regenerate the protocol code in proto/ from its .proto files.
+	$(PROTOC) --python_out=src --pyi_out=src --grpc_python_out=src $(PROTOS:%=baton/proto/%.proto)
+
+bench: venv ## Send a chat workload to a running server (start one with make serve) and print latencies.
+	$(BIN)/baton bench $(or $(ARGS),--workload chat --rate 2 --num-requests 200)
+
+venv: $(STAMP) ## Create or update .venv from the lock files; nothing to do when it is current.
+
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Baton needs Python 3.11 or later: make PYTHON=...")'
+	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear .venv
+	@echo "Installing the locked packages into .venv: a few minutes the first time."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-nodeps.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@rm -f .venv/.baton-*
+	@touch $@
+
+clean: ## Remove caches and build outputs; .venv stays.
+	rm -rf build dist src/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache benchmarks/out
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,419 @@
+"""The `baton` command.
+
+Owns: its subcommands and options, what goes to standard output and what to standard error, and the exit code: 0 for
+success, 1 for a failure that was reported in one line, 2 for a wrong command line or configuration, 130 for Ctrl-C.
+Refuses to know: how anything is done or drawn; it puts the parts together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+import baton
+from baton.capacity import workload
+from baton.client import bench, chat, console
+from baton.client.client import DEFAULT_TARGET, Client
+from baton.client.errors import BatonError, InvalidRequest, Overloaded
+from baton.client.request import RequestOptions
+from baton.client.resume import Output
+from baton.client.result import Result
+from baton.client.servers import GrpcServer, OpenAIServer
+from baton.proto import cluster_pb2 as cluster
+
+_PLAIN_WIDTH = 120
+_BENCH_TIMEOUT_S = 600.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    options = build_parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except BatonError as error:
+        _complain(error)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has seen enough. Python would complain once more when it flushes at exit.
+        sys.stdout = open("/dev/null", "w")  # noqa: SIM115 - stays open until the process ends
+        return 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="baton", description="Serve large language models with prefill and decode on separate workers."
+    )
+    parser.add_argument("--version", action="version", version=f"baton {baton.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_serve(commands)
+    _add_generate(commands)
+    _add_chat(commands)
+    _add_status(commands)
+    _add_bench(commands)
+    return parser
+
+
+# --- options --------------------------------------------------------------------------------------------------------
+
+
+def _add_serve(commands: Any) -> None:
+    parser = commands.add_parser("serve", help="start workers and a router on this machine, until Ctrl-C")
+    parser.add_argument("config", nargs="?", type=Path, help="a cluster file; without one, one worker of each kind")
+    parser.add_argument("--model", help="a directory, a Hugging Face id, or demo")
+    parser.add_argument("--prefill", type=_count, metavar="N", help="number of prefill workers")
+    parser.add_argument("--decode", type=_count, metavar="N", help="number of decode workers")
+    parser.add_argument("--device", choices=("cpu", "cuda"))
+    parser.add_argument("--port", type=_port, help="of the gRPC address (default 50051; 0 takes a free one)")
+    parser.set_defaults(command=_serve)
+
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser("generate", help="continue a text, then show where the time went")
+    parser.add_argument("prompt", help="the text; - reads it from standard input")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--chat", action="store_true", help="ask it as a question, by the model's chat template")
+    form.add_argument("--raw", action="store_true", help="continue the text as it stands (the default)")
+    parser.add_argument("--stream", action="store_true", help="show text as it comes (the default), one JSON a line")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    _add_sampling(parser)
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    _add_connection(parser)
+    parser.set_defaults(command=_generate)
+
+
+def _add_chat(commands: Any) -> None:
+    parser = commands.add_parser("chat", help=f"hold a conversation ({chat.HELP})")
+    parser.add_argument("--system", metavar="TEXT", help="how the assistant should behave")
+    _add_sampling(parser)
+    _add_connection(parser)
+    parser.set_defaults(command=_chat)
+
+
+def _add_status(commands: Any) -> None:
+    parser = commands.add_parser("status", help="show pools, workers, queues and KV usage")
+    parser.add_argument("--watch", action="store_true", help="go on showing it until Ctrl-C")
+    parser.add_argument("--interval", type=_positive, default=1.0, metavar="S", help="seconds between two looks")
+    parser.add_argument("--json", action="store_true", help="print it as JSON, one line a look")
+    _add_connection(parser)
+    parser.set_defaults(command=_status)
+
+
+def _add_bench(commands: Any) -> None:
+    parser = commands.add_parser("bench", help="send a workload to a running server and measure")
+    _add_connection(parser, "--grpc")
+    parser.add_argument("--url", help="an OpenAI-style server to measure instead, http://host:port")
+    names = ", ".join(workload.NAMES)
+    parser.add_argument("--workload", default="chat", metavar="NAME", help=f"{names}, random:IN/OUT or fixed:IN/OUT")
+    parser.add_argument("--rate", type=_positive, default=math.inf, metavar="R", help="requests a second (default inf)")
+    parser.add_argument("--num-requests", type=_count, default=100, metavar="N")
+    parser.add_argument("--concurrency", type=_count, metavar="N", help="at most N requests at a time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scale-lengths", type=_positive, default=1.0, metavar="F", help="multiply all lengths by F")
+    parser.add_argument("--slo-ttft-ms", type=_positive, metavar="MS", help="count requests that meet this as good")
+    parser.add_argument("--slo-tpot-ms", type=_positive, metavar="MS")
+    parser.add_argument("--timeout", type=_positive, default=_BENCH_TIMEOUT_S, metavar="S", help="for one request")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report and every request to a file")
+    parser.set_defaults(command=_bench)
+
+
+def _add_connection(parser: argparse.ArgumentParser, *more_names: str) -> None:
+    names = ("--target", "--address", *more_names)
+    parser.add_argument(*names, dest="target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="of the router")
+    parser.add_argument("--token", help="a bearer token")
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-tokens", type=_count, metavar="N")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 always takes the most likely token")
+    parser.add_argument("--top-p", type=float, metavar="P")
+    parser.add_argument("--top-k", type=int, metavar="K")
+    parser.add_argument("--seed", type=int, help="the same seed gives the same text")
+
+
+def _sampling(options: argparse.Namespace) -> RequestOptions:
+    """The sampling options that were given."""
+    chosen = RequestOptions()
+    if options.max_tokens is not None:
+        chosen["max_tokens"] = options.max_tokens
+    if options.temperature is not None:
+        chosen["temperature"] = options.temperature
+    if options.top_p is not None:
+        chosen["top_p"] = options.top_p
+    if options.top_k is not None:
+        chosen["top_k"] = options.top_k
+    if options.seed is not None:
+        chosen["seed"] = options.seed
+    return chosen
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < 2**31:
+        raise argparse.ArgumentTypeError(f"{text} is not a count")
+    return number
+
+
+def _port(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < 2**16:
+        raise argparse.ArgumentTypeError(f"{text} is not a port")
+    return number
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
+# --- commands -------------------------------------------------------------------------------------------------------
+
+
+def _serve(options: argparse.Namespace) -> int:
+    # Ray and torch take seconds to import, and only this command needs them.
+    from baton.router import config
+    from baton.router.__main__ import serve
+
+    try:
+        cluster_config = config.load(options.config) if options.config is not None else config.defaults()
+        cluster_config = cluster_config.resized(prefill=options.prefill, decode=options.decode)
+        if options.model is not None:
+            cluster_config = cluster_config.with_model(options.model)
+        if options.device is not None:
+            cluster_config = cluster_config.with_device(options.device)
+        if options.port is not None:
+            cluster_config = cluster_config.with_port(options.port)
+    except (config.ConfigError, OSError) as error:
+        print(f"baton: {error}", file=sys.stderr)
+        return 2
+    return serve(cluster_config)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    chosen = _sampling(options)
+    if options.stop:
+        chosen["stop"] = options.stop
+    with _client(options) as client:
+        generation = (
+            client.generate(messages=[{"role": "user", "content": text}], **chosen)
+            if options.chat
+            else client.generate(text, **chosen)
+        )
+        with generation:
+            for output in generation:
+                if not options.json:
+                    _show(output.text)
+                elif options.stream:
+                    _show(json.dumps(_delta(output)) + "\n")
+            result = generation.result()
+    if options.json:
+        _show(json.dumps(_result(result), indent=None if options.stream else 2) + "\n")
+    else:
+        _show("\n\n")
+        _console().print(console.timeline(result))
+    return 0
+
+
+def _chat(options: argparse.Namespace) -> int:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - gives `input` line editing and history
+    out = _console()
+    with _client(options) as client:
+        if sys.stdin.isatty():
+            out.print(f"{client.model().name}: {chat.HELP}", style="dim", markup=False)
+        face = chat.Face(
+            ask=lambda: input("> " if sys.stdin.isatty() else ""),
+            show=_show,
+            note=lambda text: out.print(text, style="dim", markup=False),
+            show_result=lambda result: out.print(
+                f"{console.counted(len(result.token_ids), 'token')}, {console.pace(result)}", style="dim", markup=False
+            ),
+            complain=_complain,
+        )
+        chat.converse(client, face, _sampling(options), options.system)
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    out = _console()
+    with _client(options) as client:
+        if not options.watch:
+            _show_status(client.status(), options, out)
+            return 0
+        with contextlib.closing(client.watch_status(options.interval)) as statuses:
+            if options.json or not out.is_terminal:
+                for status in statuses:
+                    _show_status(status, options, out)
+                    out.print()
+            else:
+                with Live(console=out, auto_refresh=False, screen=False) as live:
+                    for status in statuses:
+                        live.update(console.status(status), refresh=True)
+    return 0
+
+
+def _show_status(status: cluster.ClusterStatus, options: argparse.Namespace, out: Console) -> None:
+    if options.json:
+        _show(json.dumps(MessageToDict(status, preserving_proto_field_name=True)) + "\n")
+    else:
+        out.print(console.status(status))
+
+
+def _bench(options: argparse.Namespace) -> int:
+    try:
+        plan = workload.requests(
+            options.workload, options.num_requests, options.rate, options.seed, options.scale_lengths
+        )
+        if options.url is not None:
+            server: bench.Server = OpenAIServer(options.url, options.token, options.timeout)
+        else:
+            server = GrpcServer(options.target, options.token, options.timeout)
+    except ValueError as error:
+        print(f"baton: {error}", file=sys.stderr)
+        return 2
+    return asyncio.run(_measure(options, plan, server))
+
+
+async def _measure(options: argparse.Namespace, plan: Sequence[workload.Arrival], server: bench.Server) -> int:
+    objectives = bench.Objectives(options.slo_ttft_ms, options.slo_tpot_ms)
+    out = _console()
+    try:
+        model = await server.model()
+        work = bench.jobs(plan, model, options.seed)
+        out.print(_headline(options, model), markup=False)
+        with _progress(out) as progress:
+            task = progress.add_task("", total=len(work), failed="")
+            failed = 0
+
+            def advance(sample: bench.Sample) -> None:
+                nonlocal failed
+                failed += bool(sample.error)
+                progress.update(task, advance=1, failed=f"{failed} failed" if failed else "")
+
+            samples = await bench.run(
+                server, work, concurrency=options.concurrency, seed=options.seed, progress=advance
+            )
+    finally:
+        await server.close()
+    report = bench.summarize(work, samples, objectives)
+    out.print()
+    out.print(console.report(report))
+    for message in sorted({sample.message for sample in samples if sample.error})[:3]:
+        print(f"baton: {message}", file=sys.stderr)
+    if options.json is not None:
+        _write_report(options, model, report, samples)
+        out.print(f"\nwritten to {options.json}", style="dim", markup=False)
+    return 0 if report.num_finished else 1
+
+
+def _headline(options: argparse.Namespace, model: bench.ServedModel) -> str:
+    rate = "all at once" if math.isinf(options.rate) else f"{options.rate:g} a second"
+    parts = [f"{model.name}: {console.counted(options.num_requests, 'request')} of {options.workload}", rate]
+    if options.concurrency is not None:
+        parts.append(f"at most {options.concurrency} at a time")
+    if options.scale_lengths != 1:
+        parts.append(f"lengths times {options.scale_lengths:g}")
+    return ", ".join([*parts, f"seed {options.seed}"])
+
+
+def _write_report(
+    options: argparse.Namespace, model: bench.ServedModel, report: bench.Report, samples: Sequence[bench.Sample]
+) -> None:
+    settings = {
+        "server": options.url or options.target,
+        "model": model.name,
+        "workload": options.workload,
+        "rate": None if math.isinf(options.rate) else options.rate,
+        "num_requests": options.num_requests,
+        "concurrency": options.concurrency,
+        "seed": options.seed,
+        "scale_lengths": options.scale_lengths,
+    }
+    content = {"settings": settings, "report": report.to_json(), "requests": [asdict(sample) for sample in samples]}
+    options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+# --- output ---------------------------------------------------------------------------------------------------------
+
+
+def _client(options: argparse.Namespace) -> Client:
+    return Client(options.target, token=options.token)
+
+
+def _console() -> Console:
+    """Of standard output; wide and plain where that is not a terminal."""
+    return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
+
+
+def _progress(out: Console) -> Progress:
+    return Progress(
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[failed]}", style="red"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=out,
+        transient=True,
+        disable=not out.is_terminal,
+    )
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(console.printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def _complain(error: BatonError) -> None:
+    """One line; for a request that breaks several rules, one line a rule."""
+    lines = [error.message]
+    if isinstance(error, InvalidRequest) and error.violations:
+        lines = [f"invalid request: {violation.description}" for violation in error.violations]
+    elif isinstance(error, Overloaded) and error.retry_after_s is not None:
+        lines = [f"{error.message} (try again in {error.retry_after_s:.1f} s)"]
+    for line in lines:
+        print(f"baton: {line}", file=sys.stderr)
+
+
+def _delta(output: Output) -> dict[str, Any]:
+    return {"index": output.index, "text": output.text, "token_ids": output.token_ids}
+
+
+def _result(result: Result) -> dict[str, Any]:
+    finish = result.finish
+    return {
+        "request_id": result.request_id,
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": finish.reason.name.lower(),
+        "stop": finish.stop or None,
+        "usage": asdict(finish.usage),
+        "timeline": asdict(finish.timeline),
+        "prefill_worker": finish.prefill_worker,
+        "decode_worker": finish.decode_worker,
+        "connector": finish.connector,
+        "retries": finish.retries,
+        "client": {"ttft_s": result.ttft_s, "total_s": result.total_s, "resumes": result.num_resumes},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""What the command line shows: tables of a request's timeline, of a cluster's status and of a benchmark.
+
+Owns: the words, units and widths. Takes values, gives things that rich can print; prints nothing itself.
+Refuses to know: where values come from, and whether a terminal or a file is written to.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Mapping
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from baton.client.bench import Distribution, Report
+from baton.client.result import Result
+from baton.client.resume import Finish, Timeline
+from baton.proto import cluster_pb2 as cluster
+from baton.proto import worker_pb2 as wire
+
+_STAGES = (
+    ("router wait", "router_wait"),
+    ("prefill queue", "prefill_queue"),
+    ("prefill compute", "prefill_compute"),
+    ("hand-off wait", "handoff_wait"),
+    ("hand-off transfer", "handoff_transfer"),
+    ("decode admission", "decode_admission"),
+    ("decode", "decode"),
+    ("retry", "retry"),
+)
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_BAR_CELLS = 24
+_USAGE_CELLS = 8
+_STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "lost": "red"}
+
+
+def printable(text: str) -> str:
+    """The text without the control characters by which a model's output could steer a terminal."""
+    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
+
+
+# --- one request ----------------------------------------------------------------------------------------------------
+
+
+def timeline(result: Result) -> RenderableType:
+    """Where the first output's time went, and what it took."""
+    finish = result.finish
+    return Group(_stages(finish.timeline), *(Text(line, style="dim") for line in _facts(result, finish)))
+
+
+def _stages(timeline: Timeline) -> Table:
+    table = _table()
+    table.add_column("STAGE")
+    table.add_column("MS", justify="right")
+    table.add_column("SHARE", justify="right")
+    table.add_column("")
+    for name, field in _STAGES:
+        seconds: float = getattr(timeline, field)
+        if seconds > 0 or field != "retry":
+            share = seconds / timeline.total if timeline.total > 0 else 0.0
+            table.add_row(name, f"{seconds * 1e3:.1f}", f"{share:.1%}", Text(bar(share, _BAR_CELLS).rstrip(), "cyan"))
+    table.add_row(Text("total", "bold"), Text(f"{timeline.total * 1e3:.1f}", "bold"), "", "")
+    return table
+
+
+def _facts(result: Result, finish: Finish) -> Iterable[str]:
+    usage = finish.usage
+    notes = [f"{usage.cached_tokens} cached", f"{usage.transferred_tokens} transferred"]
+    if usage.recomputed_tokens:
+        notes.append(f"{usage.recomputed_tokens} recomputed")
+    yield f"prompt {counted(usage.prompt_tokens, 'token')} ({', '.join(notes)})"
+    ended = finish.reason.name.lower() + (f" {finish.stop!r}" if finish.stop else "")
+    yield f"output {counted(usage.completion_tokens, 'token')}, {pace(result)}, ended by {ended}"
+    if finish.prefill_worker or finish.decode_worker:
+        path = f"{finish.prefill_worker or '-'} -> {finish.decode_worker or '-'}"
+        if finish.prefill_worker == finish.decode_worker:
+            path = finish.decode_worker
+        over = f" over {finish.connector}" if finish.connector else ""
+        again = f", {counted(finish.retries, 'retry', 'retries')}" if finish.retries else ""
+        yield f"worked on by {path}{over}{again}"
+    if result.num_resumes:
+        yield f"the stream broke and was resumed {counted(result.num_resumes, 'time')}"
+
+
+def pace(result: Result) -> str:
+    """First-token time and speed, by the client's clock."""
+    text = f"first after {result.ttft_s * 1e3:.0f} ms"
+    gaps = len(result.token_ids) - 1
+    decode_s = result.total_s - result.ttft_s
+    return f"{text}, then {gaps / decode_s:.1f} tokens/s" if gaps > 0 and decode_s > 0 else text
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def bar(share: float, cells: int) -> str:
+    """A bar that is `share` of `cells` characters long, to an eighth of one."""
+    eighths = round(min(max(share, 0.0), 1.0) * cells * 8)
+    return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8]).ljust(cells)[:cells]
+
+
+# --- the cluster ----------------------------------------------------------------------------------------------------
+
+
+def status(message: cluster.ClusterStatus) -> RenderableType:
+    """Router, pools and workers, one line each."""
+    table = _table()
+    table.add_column("WORKER", no_wrap=True)
+    table.add_column("STATE", no_wrap=True)
+    for name in ("QUEUE TOK", "RUN", "WAIT", "HAND-OFF"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("KV USAGE", no_wrap=True)
+    table.add_column("STEP MS", justify="right", no_wrap=True)
+    table.add_column("INCARN.", no_wrap=True)
+    table.add_column("RESTARTS", justify="right", no_wrap=True)
+    for pool in message.pools:
+        alive = sum(worker.state == "ready" for worker in pool.workers)
+        table.add_row(Text(f"{pool.name} ({pool.role}, {alive} of {pool.size} ready)", "bold"))
+        for worker in pool.workers:
+            table.add_row(*_worker(worker))
+    return Group(_router(message), Text(), table)
+
+
+def _router(message: cluster.ClusterStatus) -> Text:
+    router = message.router
+    line = Text.assemble((message.model or "no model", "bold"), f"  router {router.incarnation[:8]}")
+    line.append(f"  up {duration(router.uptime_s)}")
+    line.append(f"  queued {router.queued}  running {router.running}  requests {router.requests_total:,}")
+    line.append(f"  retries {router.retries_total:,}")
+    if router.draining:
+        line.append("  draining", style="yellow")
+    return line
+
+
+def _worker(worker: cluster.WorkerStatus) -> list[RenderableType]:
+    style = _STATE_STYLES.get(worker.state, "")
+    cells: list[RenderableType] = [f"  {worker.worker_id}", Text(worker.state, style)]
+    if worker.HasField("load"):
+        load = worker.load
+        cells += [
+            f"{load.queued_tokens:,}",
+            str(load.running),
+            str(load.waiting),
+            str(load.receiving + load.exported),
+            _kv_usage(load),
+            f"{load.step_s * 1e3:.1f}",
+        ]
+    else:
+        cells += ["-"] * 6
+    return [*cells, worker.incarnation[:8], str(worker.restarts)]
+
+
+def _kv_usage(load: wire.LoadReport) -> Text:
+    if load.total_blocks == 0:
+        return Text("-")
+    share = 1 - load.free_blocks / load.total_blocks
+    style = "red" if share > 0.9 else "yellow" if share > 0.7 else "green"
+    return Text.assemble((bar(share, _USAGE_CELLS), style), f" {share:4.0%}")
+
+
+def duration(seconds: float) -> str:
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+
+
+# --- a benchmark ----------------------------------------------------------------------------------------------------
+
+
+def report(report: Report) -> RenderableType:
+    """Rates, then latencies with what each means."""
+    rates = _table()
+    rates.show_header = False
+    rates.add_column("")
+    rates.add_column("", justify="right")
+    rates.add_column("", style="dim")
+    for name, value, note in _rates(report):
+        rates.add_row(name, value, note)
+    latencies = _table()
+    latencies.add_column("MS")
+    for name in ("MEAN", "P50", "P90", "P99", "MAX"):
+        latencies.add_column(name, justify="right")
+    latencies.add_column("", style="dim")
+    for name, distribution, meaning in (
+        ("TTFT", report.ttft, "first token's arrival minus send"),
+        ("TPOT", report.tpot, "(E2E - TTFT) / (output tokens - 1)"),
+        ("ITL", report.itl, "gaps between token messages, of all requests"),
+        ("E2E", report.e2e, "last token's arrival minus send"),
+    ):
+        latencies.add_row(name, *_milliseconds(distribution), meaning)
+    parts: list[RenderableType] = [rates, Text(), latencies]
+    if report.errors:
+        parts += [Text(), _errors(report.errors)]
+    return Group(*parts)
+
+
+def _rates(report: Report) -> Iterable[tuple[str, str, str]]:
+    yield "requests", f"{report.num_finished:,} of {report.num_requests:,}", f"in {report.duration_s:.1f} s"
+    offered = f"{report.offered_rate:.2f} offered" if report.offered_rate is not None else "offered all at once"
+    yield "requests/s", f"{report.requests_per_s:.2f}", offered
+    yield "output tokens/s", f"{report.output_tokens_per_s:,.1f}", f"{report.output_tokens:,} tokens"
+    yield "prompt tokens/s", f"{report.prompt_tokens_per_s:,.1f}", f"{report.prompt_tokens:,} tokens"
+    if report.goodput_per_s is not None:
+        limits = (("TTFT", report.slo_ttft_ms), ("TPOT", report.slo_tpot_ms))
+        within = " and ".join(f"{name} <= {limit:g} ms" for name, limit in limits if limit is not None)
+        yield "goodput/s", f"{report.goodput_per_s:.2f}", f"{report.attainment:.1%} of requests with {within}"
+    if report.num_clipped:
+        yield "shortened", f"{report.num_clipped:,}", "requests that were longer than the model allows"
+    if report.num_other_length:
+        yield "other length", f"{report.num_other_length:,}", "answers that had more or fewer tokens than asked for"
+
+
+def _milliseconds(distribution: Distribution | None) -> list[str]:
+    if distribution is None:
+        return ["-"] * 5
+    values = (distribution.mean, distribution.p50, distribution.p90, distribution.p99, distribution.max)
+    return [f"{seconds * 1e3:,.1f}" for seconds in values]
+
+
+def _errors(errors: Mapping[str, int]) -> Table:
+    table = _table()
+    table.add_column("ERROR")
+    table.add_column("REQUESTS", justify="right")
+    for code, number in sorted(errors.items(), key=lambda entry: -entry[1]):
+        table.add_row(Text(code, "red"), f"{number:,}")
+    return table
+
+
+def _table() -> Table:
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", highlight=False)

@@ -1,0 +1,81 @@
+"""A request as a Python call, and the message that it becomes.
+
+Owns: the names that a caller may give, and the id and seed that every attempt at one request shares.
+Refuses to know: which values are allowed. The router names each fault, and it alone knows the model.
+"""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from baton.proto import inference_pb2 as inference
+
+
+class RequestOptions(TypedDict, total=False):
+    """What may be said about a request besides its prompt.
+
+    `ttft_ms` and `tpot_ms` are its service-level objectives. From `temperature` on these are the fields of
+    SamplingParams; what is absent takes the default documented in inference.proto.
+    """
+
+    request_id: str
+    priority: int
+    ttft_ms: float
+    tpot_ms: float
+    session_id: str
+    cache_salt: str
+    adapter: str
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    max_tokens: int
+    min_tokens: int
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    seed: int
+    logprobs: int
+    prompt_logprobs: int
+    logit_bias: Mapping[int, float]
+    n: int
+
+
+_REQUEST_FIELDS = frozenset({"request_id", "priority", "session_id", "cache_salt", "adapter"})
+_SLO_FIELDS = frozenset({"ttft_ms", "tpot_ms"})
+
+
+def generate_request(
+    prompt: str | None,
+    token_ids: Sequence[int] | None,
+    messages: Sequence[Mapping[str, str]] | None,
+    options: RequestOptions,
+) -> inference.GenerateRequest:
+    """The message for exactly one of a text, token ids and chat messages."""
+    if sum(given is not None for given in (prompt, token_ids, messages)) != 1:
+        raise TypeError("a request takes exactly one of prompt, token_ids and messages")
+    request = inference.GenerateRequest(text=prompt)
+    if token_ids is not None:
+        request.token_ids.CopyFrom(inference.TokenIds(ids=token_ids))
+    if messages is not None:
+        turns = [inference.ChatMessage(role=message["role"], content=message["content"]) for message in messages]
+        request.chat.CopyFrom(inference.Chat(messages=turns))
+    for name, value in options.items():
+        if name in _REQUEST_FIELDS:
+            setattr(request, name, value)
+        elif name in _SLO_FIELDS:
+            setattr(request.slo, name, value)
+        else:
+            field: dict[str, Any] = {name: value}
+            request.sampling.MergeFrom(inference.SamplingParams(**field))
+    if not request.request_id:
+        request.request_id = str(uuid.uuid4())
+    if not request.sampling.HasField("seed"):
+        request.sampling.seed = secrets.randbits(63)
+    return request

@@ -1,0 +1,131 @@
+"""One stream to one incarnation of one prefill worker: the control side of every hand-off between the two.
+
+Owns: the channel, the handshake, heartbeats both ways, the verdict that the peer is lost.
+Refuses to know: what a notice means.
+
+    CONNECTING --hello, accepted--> OPEN --stream ended, silence, refused--> LOST   (the next leg makes a new link)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import zlib
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import grpc
+
+from baton.engine.clock import Clock
+from baton.engine.worker import KEEPALIVE_OPTIONS
+from baton.proto import worker_pb2 as wire
+from baton.proto import worker_pb2_grpc
+from baton.proto.messages import HandoffSource, KvGeometry
+from baton.proto.settings import TransferSettings
+
+log = logging.getLogger(__name__)
+
+
+class PeerListener(Protocol):
+    """What a `PeerLink` tells its owner, on the event loop."""
+
+    def noticed(self, link: PeerLink, message: wire.ChunkNotice) -> None: ...
+
+    def validated(self, link: PeerLink, message: wire.Validated) -> None: ...
+
+    def revoked(self, link: PeerLink, message: wire.Revoked) -> None: ...
+
+    def lost(self, link: PeerLink, reason: str) -> None:
+        """The link is of no use any more; told exactly once, also when it never opened."""
+        ...
+
+
+class PeerLink:
+    """See the module's drawing. Messages posted before the handshake is done are sent after it."""
+
+    def __init__(
+        self,
+        source: HandoffSource,
+        hello: wire.WatcherHello,
+        geometry: KvGeometry,
+        settings: TransferSettings,
+        clock: Clock,
+        listener: PeerListener,
+    ) -> None:
+        self.worker_id = source.worker_id
+        self.incarnation = source.incarnation
+        self.grpc_address = source.address
+        self.kv_address = b""
+        self._hello = hello
+        self._geometry = geometry
+        self._settings = settings
+        self._clock = clock
+        self._listener = listener
+        self._outbox: asyncio.Queue[wire.WatcherMessage] = asyncio.Queue()
+        self._heard_s = clock()
+        self._task = asyncio.create_task(self._run())
+
+    def post(self, message: wire.WatcherMessage) -> None:
+        self._outbox.put_nowait(message)
+
+    async def close(self) -> None:
+        """Ends the stream; `lost` is not told."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        reason = "the stream ended"
+        try:
+            async with grpc.aio.insecure_channel(self.grpc_address, options=KEEPALIVE_OPTIONS) as channel:
+                stream = worker_pb2_grpc.HandoffStub(channel).Watch(self._outgoing())  # type: ignore[no-untyped-call]
+                reason = await self._read(stream)
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        except TimeoutError:
+            reason = f"silent for {self._settings.peer_timeout_s:.1f} s"
+        log.warning("hand-off link to %s (%s) lost: %s", self.worker_id, self.incarnation, reason)
+        self._listener.lost(self, reason)
+
+    async def _outgoing(self) -> AsyncIterator[wire.WatcherMessage]:
+        yield wire.WatcherMessage(hello=self._hello)
+        while True:
+            try:
+                yield await asyncio.wait_for(self._outbox.get(), self._settings.heartbeat_s)
+            except TimeoutError:
+                yield wire.WatcherMessage(heartbeat=wire.Heartbeat())
+
+    async def _read(self, stream: grpc.aio.StreamStreamCall) -> str:
+        """Reads until the peer is lost; returns or raises why."""
+        timeout_s = self._settings.peer_timeout_s
+        while True:
+            message = await asyncio.wait_for(stream.read(), timeout_s)
+            if message is grpc.aio.EOF:
+                return "the stream ended"
+            self._heard_s = self._clock()
+            match message.WhichOneof("message"):
+                case "hello":
+                    if refusal := self._refusal(message.hello):
+                        return refusal
+                    self.kv_address = message.hello.address
+                case "notice":
+                    self._listener.noticed(self, message.notice)
+                case "validated":
+                    self._listener.validated(self, message.validated)
+                case "revoked":
+                    self._listener.revoked(self, message.revoked)
+                case "heartbeat":
+                    pass
+                case _:
+                    log.warning("%s sent an unknown message", self.worker_id)
+
+    def _refusal(self, hello: wire.LenderHello) -> str:
+        """Why this peer cannot be read from; empty if it can."""
+        if hello.refused:
+            return f"refused by {self.worker_id}: {hello.refused}"
+        if hello.incarnation != self.incarnation:
+            return f"incarnation {hello.incarnation} answers where {self.incarnation} was expected"
+        if zlib.crc32(hello.address) != hello.address_crc32:
+            return "its address arrived damaged"
+        if difference := self._geometry.difference(KvGeometry.from_wire(hello.geometry)):
+            return f"geometry differs: {difference}"
+        return ""

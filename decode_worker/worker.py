@@ -1,0 +1,65 @@
+"""A decode worker: pulls KV from prefill workers and generates; also runs whole requests where it is co-located.
+
+Owns: the wiring of scheduler, runner, connector and receiver. Refuses to know: who chose it and why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from baton.decode_worker.receiver import Receiver
+from baton.engine.worker import ModelRunner, WorkerCore, new_incarnation
+from baton.kvtransfer.connector import KvPool, open_connector
+from baton.proto.messages import FailureKind, LegFailure, WorkerDescription
+from baton.proto.settings import WorkerSettings
+
+
+class DecodeWorker:
+    """Complete when the constructor returns; `start` opens its port. `failed` is told of a bug that ends the step loop.
+
+    Raises ConnectorError from the constructor if the transport is not there.
+    """
+
+    def __init__(self, settings: WorkerSettings, runner: ModelRunner, failed: Callable[[BaseException], None]) -> None:
+        self._connector = open_connector(settings.transfer)
+        self._connector.attach(KvPool(runner.kv, runner.geometry))
+        incarnation = new_incarnation()
+        self._receiver = Receiver(
+            settings.worker_id,
+            incarnation,
+            runner.geometry,
+            self._connector,
+            settings.transfer,
+            time.monotonic,
+            self,
+        )
+        self.core = WorkerCore(
+            settings, runner, self._receiver, incarnation, self._connector.name, time.monotonic, failed
+        )
+
+    async def start(self) -> WorkerDescription:
+        """Opens the port and begins to serve, on the running event loop."""
+        self._receiver.open()
+        return await self.core.start()
+
+    async def stop(self) -> None:
+        await self._receiver.close()
+        await self.core.stop()
+        await asyncio.to_thread(self._connector.close)
+
+    # --- LandingStrip: from the event loop to the step loop ---------------------------------------------------------
+
+    def announce(self, sequence_id: str) -> None:
+        self.core.loop.call(lambda: self.core.scheduler.announce(sequence_id))
+
+    def land(self, sequence_id: str, next_token: int, num_transferred_tokens: int, landed_s: float) -> None:
+        self.core.loop.call(lambda: self.core.scheduler.land(sequence_id, next_token, num_transferred_tokens, landed_s))
+
+    def fail(self, sequence_id: str, reason: str) -> None:
+        failure = LegFailure(sequence_id, FailureKind.SOURCE_LOST, reason)
+        self.core.loop.call(lambda: self.core.fail(failure))
+
+    def settle(self, sequence_id: str) -> None:
+        self.core.loop.call(lambda: self.core.scheduler.settle(sequence_id))

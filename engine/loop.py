@@ -1,0 +1,124 @@
+"""The step loop of a worker: plan, run, commit, on one plain thread.
+
+Owns: the thread, the order of things inside one step, and the inbox through which other threads reach the scheduler.
+Refuses to know: gRPC, connectors, what becomes of a token. Nothing here waits on a wire.
+
+    other threads --call(command)--> inbox --+
+                                             v
+          +--> commands -> plan -> revoke, reserve -> run -> commit -> listener --+
+          +--------------------------- (idle: wait for a command) <---------------+
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from baton.engine.clock import Clock
+from baton.scheduler.plan import Emitted, Progressed, Step, StepResult
+from baton.scheduler.scheduler import Scheduler
+from baton.scheduler.sequence import Sequence
+
+
+class StepRunner(Protocol):
+    """Computes a step."""
+
+    def run(self, step: Step) -> StepResult: ...
+
+
+class StepListener(Protocol):
+    """What a worker does with the outcome of a step. Every call comes on the loop's thread."""
+
+    def preempted(self, sequence: Sequence) -> None:
+        """Its blocks may be written to as soon as this returns: whoever lent them revokes the lease now."""
+        ...
+
+    def reserved(self, sequence: Sequence) -> None:
+        """It holds blocks for a hand-off: pulls may start."""
+        ...
+
+    def committed(self, step: Step, result: StepResult, events: list[Emitted | Progressed], now: float) -> None: ...
+
+    def idle(self, now: float) -> None:
+        """Nothing was computed in this turn; called at least every `idle_s`."""
+        ...
+
+
+class StepLoop:
+    """Runs a scheduler and a runner against each other until stopped.
+
+    `failed` is called, on the loop's thread, with the exception that ended it: a bug or a broken device, after which
+    the worker must not go on.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        listener: StepListener,
+        clock: Clock,
+        failed: Callable[[BaseException], None],
+        idle_s: float = 0.1,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._listener = listener
+        self._clock = clock
+        self._failed = failed
+        self._idle_s = idle_s
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
+        self.step_s = 0.0
+        self.last_turn_s = clock()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def call(self, command: Callable[[], None]) -> None:
+        """Runs `command` on the loop's thread, between two steps. May be called from any thread, in order."""
+        self._inbox.put(command)
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Ends the thread after the step in progress."""
+        self._stopping = True
+        self.call(lambda: None)
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            worked = False
+            while not self._stopping:
+                self._drain_inbox(wait_s=0.0 if worked else self._idle_s)
+                self.last_turn_s = self._clock()
+                worked = self._turn(self.last_turn_s)
+        except BaseException as error:  # noqa: BLE001 - reported, then the thread ends
+            self._failed(error)
+
+    def _drain_inbox(self, wait_s: float) -> None:
+        try:
+            command = self._inbox.get(timeout=wait_s) if wait_s > 0 else self._inbox.get_nowait()
+            while True:
+                command()
+                command = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _turn(self, now: float) -> bool:
+        """One step; returns whether anything happened that may let the next plan do more."""
+        step = self._scheduler.plan(now)
+        for sequence in step.preempted:
+            self._listener.preempted(sequence)
+        for sequence in step.reserved:
+            self._listener.reserved(sequence)
+        if not step.chunks:
+            self._listener.idle(now)
+            return bool(step.preempted or step.reserved)
+        result = self._runner.run(step)
+        end = self._clock()
+        self.step_s += 0.2 * (end - now - self.step_s)
+        self._listener.committed(step, result, self._scheduler.commit(step, result, end), end)
+        return True

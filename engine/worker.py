@@ -1,0 +1,377 @@
+"""What every worker is, whatever its role: a scheduler, a runner, a step loop, a desk for routers, a gRPC server.
+
+Owns: the wiring of these, the record of each leg (times, log-probabilities) and the worker's load report.
+Refuses to know: how KV moves. The role's `HandoffSide` is told what happens to sequences and does that part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import grpc
+import torch
+
+from baton import __version__
+from baton.engine.clock import Clock
+from baton.engine.description import ModelDescription
+from baton.engine.desk import RouterDesk
+from baton.engine.loop import StepLoop, StepRunner
+from baton.proto import worker_pb2_grpc
+from baton.proto.messages import (
+    KvGeometry,
+    Leg,
+    LegFailure,
+    LegSummary,
+    LoadReport,
+    Request,
+    StageTimes,
+    TokenBatch,
+    TokenLogprob,
+    WorkerCounters,
+    WorkerDescription,
+)
+from baton.proto.settings import WorkerSettings
+from baton.scheduler.plan import Emitted, Logprobs, Progressed, Step, StepResult
+from baton.scheduler.scheduler import Refusal, Scheduler, SchedulerConfig
+from baton.scheduler.sequence import Sequence, State
+
+# A cut cable shows within about a second; pings are allowed while no call is in progress.
+KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 200),
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+)
+
+
+def new_incarnation() -> str:
+    """A name for one start of a worker's process, never used again."""
+    return secrets.token_hex(8)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCounters:
+    """What a hand-off side has counted since the start of the process; see worker.proto for each."""
+
+    prompt_tokens_transferred: int = 0
+    chunks_pulled: int = 0
+    chunks_pulled_early: int = 0
+    bytes_pulled: int = 0
+    pulls_failed: int = 0
+    validations_refused: int = 0
+    leases_expired: int = 0
+    unknown_completions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffTimes:
+    """Seconds from the final notice to the last pull's start, and from there to validated KV."""
+
+    wait_s: float = 0.0
+    transfer_s: float = 0.0
+
+
+class ModelRunner(StepRunner, Protocol):
+    """A model in memory with its KV pool: `kv` is [block, layer, kv_head, K/V, token, head_dim]."""
+
+    @property
+    def kv(self) -> torch.Tensor: ...
+
+    @property
+    def geometry(self) -> KvGeometry: ...
+
+    @property
+    def description(self) -> ModelDescription: ...
+
+
+class HandoffSide(Protocol):
+    """The role's half of the hand-off. Every call comes on the step loop's thread."""
+
+    def accepted(self, sequence: Sequence) -> None:
+        """The scheduler has taken it in."""
+        ...
+
+    def preempted(self, sequence: Sequence) -> None:
+        """Its blocks may be written to as soon as this returns."""
+        ...
+
+    def reserved(self, sequence: Sequence) -> None:
+        """It holds blocks for its whole prompt, of which the first `num_computed_tokens` tokens have KV."""
+        ...
+
+    def progressed(self, sequence: Sequence, num_tokens: int) -> None:
+        """A prefill leg has KV for tokens [0, num_tokens)."""
+        ...
+
+    def exported(self, sequence: Sequence, next_token: int) -> None:
+        """A prefill leg is computed and `next_token` sampled: all of its KV may be lent."""
+        ...
+
+    def ended(self, sequence: Sequence) -> None:
+        """It has finished, or was aborted: it lends and receives nothing any more."""
+        ...
+
+    def times(self, sequence: Sequence) -> HandoffTimes:
+        """How long the hand-off of a landed sequence took."""
+        ...
+
+    def counters(self) -> TransferCounters: ...
+
+
+@dataclass(slots=True)
+class LegRecord:
+    """What one leg has to report when it ends."""
+
+    first_token_s: float | None = None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+class WorkerCore:
+    """The part that prefill and decode workers share; a `LegHandler` for the desk and a `StepListener` for the loop.
+
+    `failed` is called when the step loop ended by an exception: the process cannot go on.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        runner: ModelRunner,
+        side: HandoffSide,
+        incarnation: str,
+        connector_name: str,
+        clock: Clock,
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self.settings = settings
+        self.runner = runner
+        self.incarnation = incarnation
+        self.clock = clock
+        self._side = side
+        self._connector_name = connector_name
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                role=settings.role,
+                num_blocks=runner.description.num_blocks,
+                max_model_len=runner.description.max_model_len,
+                block_size=runner.description.block_size,
+                settings=settings.scheduler,
+            )
+        )
+        self.loop = StepLoop(self.scheduler, runner, self, clock, failed, settings.idle_report_s)
+        self.desk = RouterDesk(self.describe, self, clock)
+        self._legs: dict[str, LegRecord] = {}
+        self._report_number = 0
+        self._next_idle_report_s = 0.0
+        self._server: grpc.aio.Server | None = None
+        self._beat: asyncio.Task[None] | None = None
+        self._address = ""
+
+    # --- event loop -----------------------------------------------------------------------------------------------
+
+    async def start(self, register: Iterable[Callable[[grpc.aio.Server], None]] = ()) -> WorkerDescription:
+        """Opens the gRPC port, with the role's own services beside the desk, and starts the step loop."""
+        server = grpc.aio.server(options=KEEPALIVE_OPTIONS)
+        worker_pb2_grpc.add_WorkerServicer_to_server(self.desk, server)
+        for add_service in register:
+            add_service(server)
+        host = self.settings.host
+        shown = f"[{host}]" if ":" in host else host
+        port = server.add_insecure_port(f"{shown}:0")
+        await server.start()
+        self._server, self._address = server, f"{shown}:{port}"
+        self.desk.open(self.loop)
+        self._beat = asyncio.create_task(self.desk.beat(self.settings.idle_report_s))
+        self.loop.start()
+        return self.describe()
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """Closes the port and ends the step loop; the streams of routers end."""
+        if self._beat is not None:
+            self._beat.cancel()
+        if self._server is not None:
+            await self._server.stop(grace_s)
+        await asyncio.to_thread(self.loop.stop)
+
+    def describe(self) -> WorkerDescription:
+        model, settings = self.runner.description, self.settings
+        return WorkerDescription(
+            worker_id=settings.worker_id,
+            incarnation=self.incarnation,
+            address=self._address,
+            role=settings.role,
+            model=model.name,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            block_size=model.block_size,
+            num_blocks=model.num_blocks,
+            max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,
+            max_num_seqs=settings.scheduler.max_num_seqs,
+            dtype=model.dtype,
+            connector=self._connector_name,
+            version=__version__,
+            kv_bytes_per_token=model.kv_bytes_per_token,
+            pid=os.getpid(),
+        )
+
+    # --- step loop: what routers ask --------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> LegFailure | None:
+        outcome = self.scheduler.add(request, self.clock())
+        if isinstance(outcome, Refusal):
+            return LegFailure(request.sequence_id, outcome.kind, outcome.message)
+        self._legs[request.sequence_id] = LegRecord()
+        self._side.accepted(outcome)
+        return None
+
+    def abort(self, sequence_id: str) -> None:
+        sequence = self.scheduler.abort(sequence_id, self.clock())
+        self._legs.pop(sequence_id, None)
+        if sequence is not None:
+            self._side.ended(sequence)
+
+    def fail(self, failure: LegFailure) -> None:
+        """Ends a leg that cannot go on, and tells its router."""
+        self.abort(failure.sequence_id)
+        self.desk.fail(failure)
+
+    def release(self, sequence_id: str) -> None:
+        """Ends a prefill leg whose KV has been fetched; its blocks stay in the prefix cache."""
+        if self.scheduler.release(sequence_id, self.clock()):
+            self._legs.pop(sequence_id, None)
+            self.desk.forget(sequence_id)
+
+    def load(self) -> LoadReport:
+        self._report_number += 1
+        load, counters = self.scheduler.load(), self.scheduler.counters
+        moved = self._side.counters()
+        return LoadReport(
+            worker_id=self.settings.worker_id,
+            incarnation=self.incarnation,
+            role=self.settings.role,
+            sequence_number=self._report_number,
+            running=load.running,
+            waiting=load.waiting,
+            receiving=load.receiving,
+            exported=load.exported,
+            queued_tokens=load.queued_tokens,
+            running_context_tokens=load.running_context_tokens,
+            total_blocks=load.total_blocks,
+            free_blocks=load.free_blocks,
+            held_blocks=load.held_blocks,
+            cached_blocks=load.cached_blocks,
+            lent_blocks=load.lent_blocks,
+            quarantined_blocks=load.quarantined_blocks,
+            step_s=self.loop.step_s,
+            draining=self.desk.draining,
+            counters=WorkerCounters(
+                prompt_tokens_computed=counters.prompt_tokens_computed,
+                prompt_tokens_cached=counters.prompt_tokens_cached,
+                prompt_tokens_transferred=moved.prompt_tokens_transferred,
+                tokens_recomputed=counters.tokens_recomputed,
+                tokens_generated=counters.tokens_generated,
+                preemptions_recompute=counters.preemptions_recompute,
+                steps=counters.steps,
+                budget_tokens_used=counters.budget_tokens_used,
+                budget_tokens_offered=counters.budget_tokens_offered,
+                chunks_pulled=moved.chunks_pulled,
+                chunks_pulled_early=moved.chunks_pulled_early,
+                bytes_pulled=moved.bytes_pulled,
+                pulls_failed=moved.pulls_failed,
+                validations_refused=moved.validations_refused,
+                leases_expired=moved.leases_expired,
+                unknown_completions=moved.unknown_completions,
+                requests_finished=counters.requests_finished,
+                requests_aborted=counters.requests_aborted,
+                prefix_queries=counters.prefix_queries,
+                prefix_hits=counters.prefix_hits,
+            ),
+        )
+
+    # --- step loop: what became of a step -------------------------------------------------------------------------
+
+    def preempted(self, sequence: Sequence) -> None:
+        self._side.preempted(sequence)
+
+    def reserved(self, sequence: Sequence) -> None:
+        self._side.reserved(sequence)
+
+    def idle(self, now: float) -> None:
+        if now >= self._next_idle_report_s or self.desk.has_news:
+            self._next_idle_report_s = now + self.settings.idle_report_s
+            self.desk.flush(now)
+
+    def committed(self, step: Step, result: StepResult, events: list[Emitted | Progressed], now: float) -> None:
+        logprobs: dict[str, Logprobs] = {}
+        for index, entry in result.logprobs.items():
+            sequence = step.chunks[index].sequence
+            logprobs[sequence.sequence_id] = entry
+            if entry.prompt and sequence.sequence_id in self._legs:
+                self._legs[sequence.sequence_id].prompt_logprobs.extend(entry.prompt)
+        for event in events:
+            if isinstance(event, Emitted):
+                self._emit(event, logprobs.get(event.sequence.sequence_id), now)
+            elif event.sequence.state is State.RUNNING:
+                self._side.progressed(event.sequence, event.num_tokens)
+        self.desk.flush(now)
+
+    def _emit(self, event: Emitted, logprobs: Logprobs | None, now: float) -> None:
+        sequence = event.sequence
+        record = self._legs[sequence.sequence_id]
+        first = record.first_token_s is None
+        if first:
+            record.first_token_s = now
+        ended = sequence.state is not State.RUNNING
+        batch = TokenBatch(
+            sequence_id=sequence.sequence_id,
+            first_index=sequence.num_output_tokens - 1,
+            token_ids=(event.token_id,),
+            logprobs=(logprobs.sampled,) if logprobs is not None and logprobs.sampled is not None else (),
+            prompt_logprobs=tuple(record.prompt_logprobs) if first else (),
+            finish_reason=event.finish,
+            summary=self._summary(sequence, record, now) if first or ended else None,
+        )
+        if sequence.state is State.EXPORTED:
+            # The router keeps its hold on the leg: an abort must still reach the lent blocks.
+            self._side.exported(sequence, event.token_id)
+            self.desk.emit(batch, ended=False)
+            return
+        self.desk.emit(batch, ended=ended)
+        if ended:
+            del self._legs[sequence.sequence_id]
+            self._side.ended(sequence)
+
+    def _summary(self, sequence: Sequence, record: LegRecord, now: float) -> LegSummary:
+        assert sequence.first_run_s is not None
+        assert record.first_token_s is not None
+        if sequence.request.leg is Leg.DECODE:
+            assert sequence.landed_s is not None
+            handoff = self._side.times(sequence)
+            times = StageTimes(
+                handoff_wait=handoff.wait_s,
+                handoff_transfer=handoff.transfer_s,
+                decode_admission=sequence.first_run_s - sequence.landed_s,
+                decode=now - sequence.first_run_s,
+            )
+        else:
+            times = StageTimes(
+                prefill_queue=sequence.first_run_s - sequence.added_s,
+                prefill_compute=record.first_token_s - sequence.first_run_s,
+            )
+            if sequence.request.leg is Leg.WHOLE:
+                times = replace(times, decode=now - record.first_token_s)
+        return LegSummary(
+            times=times,
+            cached_tokens=sequence.num_cached_tokens,
+            transferred_tokens=sequence.num_transferred_tokens,
+            recomputed_tokens=sequence.num_recomputed_tokens,
+            preemptions=sequence.num_preemptions,
+            connector=self._connector_name if sequence.request.leg is Leg.DECODE else "",
+        )

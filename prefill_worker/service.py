@@ -1,0 +1,100 @@
+"""The gRPC face of lending: `Handoff.Watch`, one stream a decode worker.
+
+Owns: the handshake, heartbeats, and the verdict that a silent watcher is gone. Refuses to know: what a lease is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import zlib
+from collections.abc import AsyncIterator
+
+import grpc
+
+from baton.engine.clock import Clock
+from baton.prefill_worker.lender import Lender, WatcherLink
+from baton.proto import worker_pb2 as wire
+from baton.proto import worker_pb2_grpc
+from baton.proto.messages import KvGeometry
+from baton.proto.settings import TransferSettings
+
+log = logging.getLogger(__name__)
+
+
+class HandoffService(worker_pb2_grpc.HandoffServicer):
+    """Serves `Handoff.Watch` over one `Lender`."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        incarnation: str,
+        geometry: KvGeometry,
+        address: bytes,
+        lender: Lender,
+        settings: TransferSettings,
+        clock: Clock,
+    ) -> None:
+        self._hello = wire.LenderHello(
+            worker_id=worker_id,
+            incarnation=incarnation,
+            geometry=geometry.to_wire(),
+            address=address,
+            address_crc32=zlib.crc32(address),
+            lease_s=settings.lease_s,
+        )
+        self._geometry = geometry
+        self._lender = lender
+        self._settings = settings
+        self._clock = clock
+
+    async def Watch(
+        self, requests: AsyncIterator[wire.WatcherMessage], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[wire.LenderMessage]:
+        first = await anext(aiter(requests), None)
+        if first is None or first.WhichOneof("message") != "hello":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of a watcher must be hello")
+            return
+        hello = wire.LenderHello()
+        hello.CopyFrom(self._hello)
+        hello.refused = self._geometry.difference(KvGeometry.from_wire(first.hello.geometry))
+        yield wire.LenderMessage(hello=hello)
+        if hello.refused:
+            log.error("refused %s: %s", first.hello.worker_id, hello.refused)
+            return
+        link = WatcherLink(f"{first.hello.worker_id}/{first.hello.incarnation}", self._clock())
+        self._lender.open_watcher(link)
+        reader = asyncio.create_task(self._read(requests, link))
+        try:
+            while True:
+                try:
+                    message = await asyncio.wait_for(link.outbox.get(), self._settings.heartbeat_s)
+                except TimeoutError:
+                    if self._clock() - link.heard_s > self._settings.peer_timeout_s:
+                        log.warning("%s was silent for %.1f s", link.name, self._settings.peer_timeout_s)
+                        return
+                    message = wire.LenderMessage(heartbeat=wire.Heartbeat())
+                if message is None:
+                    return
+                yield message
+        finally:
+            reader.cancel()
+            self._lender.close_watcher(link)
+
+    async def _read(self, requests: AsyncIterator[wire.WatcherMessage], link: WatcherLink) -> None:
+        try:
+            async for message in requests:
+                link.heard_s = self._clock()
+                match message.WhichOneof("message"):
+                    case "subscribe":
+                        self._lender.subscribe(link, message.subscribe.sequence_id)
+                    case "validate":
+                        self._lender.validate(link, message.validate)
+                    case "acknowledge":
+                        self._lender.acknowledge(message.acknowledge.sequence_id, message.acknowledge.epoch)
+                    case "heartbeat":
+                        self._lender.renew(link)
+                    case _:
+                        log.warning("%s sent an unknown message", link.name)
+        finally:
+            link.outbox.put_nowait(None)

@@ -1,0 +1,76 @@
+"""A prefill worker: computes prompts, samples the first token, lends the KV until a decode worker has it.
+
+Owns: the wiring of scheduler, runner, connector and lender. Refuses to know: routers' policies, decode workers' memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from baton.engine.worker import ModelRunner, WorkerCore, new_incarnation
+from baton.kvtransfer.connector import KvPool, open_connector
+from baton.prefill_worker.lender import Lender
+from baton.prefill_worker.service import HandoffService
+from baton.proto import worker_pb2_grpc
+from baton.proto.messages import FailureKind, LegFailure, WorkerDescription
+from baton.proto.settings import WorkerSettings
+
+
+class PrefillWorker:
+    """Complete when the constructor returns; `start` opens its port. `failed` is told of a bug that ends the step loop.
+
+    Raises ConnectorError from the constructor if the transport is not there.
+    """
+
+    def __init__(self, settings: WorkerSettings, runner: ModelRunner, failed: Callable[[BaseException], None]) -> None:
+        self._settings = settings
+        self._connector = open_connector(settings.transfer)
+        address = self._connector.attach(KvPool(runner.kv, runner.geometry))
+        self._lender = Lender(
+            settings.transfer.lease_s,
+            runner.geometry.block_size,
+            self._connector,
+            time.monotonic,
+            self._release,
+            self._expire,
+        )
+        self.core = WorkerCore(
+            settings, runner, self._lender, new_incarnation(), self._connector.name, time.monotonic, failed
+        )
+        self._service = HandoffService(
+            settings.worker_id,
+            self.core.incarnation,
+            runner.geometry,
+            address,
+            self._lender,
+            settings.transfer,
+            time.monotonic,
+        )
+        self._ticker: asyncio.Task[None] | None = None
+
+    async def start(self) -> WorkerDescription:
+        """Opens the port and begins to serve, on the running event loop."""
+        self._ticker = asyncio.create_task(self._tick())
+        return await self.core.start(
+            [lambda server: worker_pb2_grpc.add_HandoffServicer_to_server(self._service, server)]
+        )
+
+    async def stop(self) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+        await self.core.stop()
+        await asyncio.to_thread(self._connector.close)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.transfer.heartbeat_s)
+            self._lender.tick()
+
+    def _release(self, sequence_id: str) -> None:
+        self.core.loop.call(lambda: self.core.release(sequence_id))
+
+    def _expire(self, sequence_id: str, reason: str) -> None:
+        failure = LegFailure(sequence_id, FailureKind.LEASE_LOST, reason)
+        self.core.loop.call(lambda: self.core.fail(failure))

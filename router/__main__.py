@@ -1,0 +1,125 @@
+"""Composition: one process that brings a cluster up on this machine, keeps it, and takes it down.
+
+Owns: the order of start and stop, what a person reads meanwhile, the exit code. Everything else is imported.
+
+    check what can be checked -> local Ray -> router -> workers -> first request -> "ready" -> signal -> drain -> gone
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from baton.decode_worker.worker import DecodeWorker
+from baton.engine.checkpoint import CheckpointError, resolve_model
+from baton.engine.runner import Runner
+from baton.prefill_worker.worker import PrefillWorker
+from baton.proto.messages import Role
+from baton.proto.settings import WorkerSettings
+from baton.router.config import ClusterConfig
+from baton.router.fleet import FleetError, WorkerFactory, start_local_ray, start_router, stop_local_ray
+
+
+def prefill_worker(settings: WorkerSettings, failed: Callable[[BaseException], None]) -> PrefillWorker:
+    return PrefillWorker(settings, Runner(settings.engine), failed)
+
+
+def decode_worker(settings: WorkerSettings, failed: Callable[[BaseException], None]) -> DecodeWorker:
+    return DecodeWorker(settings, Runner(settings.engine), failed)
+
+
+FACTORIES: dict[Role, WorkerFactory] = {
+    Role.PREFILL: prefill_worker,
+    Role.DECODE: decode_worker,
+    Role.COLOCATED: decode_worker,
+}
+
+
+class StartError(Exception):
+    """Something that must be there before anything is started is not; the message is for a person."""
+
+
+def serve(config: ClusterConfig) -> int:
+    """Runs a cluster on this machine until SIGINT or SIGTERM; returns the process's exit code."""
+    began_s = time.monotonic()
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        model_dir = check(config)
+        config = sharing_cores(config)
+        print(f"starting {_described(config)}", flush=True)
+        start_local_ray(sum(pool.num_cpus * pool.size for pool in config.pools))
+    except (StartError, CheckpointError, FleetError) as error:
+        print(f"baton: {error}", file=sys.stderr)
+        return 1
+    try:
+        router = start_router(config, model_dir, FACTORIES)
+        try:
+            address = router.ready(config.router.worker_start_timeout_s, stop)
+            if address is not None:
+                print(f"ready  grpc {address}  {time.monotonic() - began_s:.1f} s after start", flush=True)
+                stop.wait()
+                print("draining", flush=True)
+        finally:
+            drained = router.stop(config.router.drain_timeout_s if stop.is_set() else 0.0)
+        return 0 if drained else 1
+    except FleetError as error:
+        print(f"baton: {error}", file=sys.stderr)
+        return 1
+    finally:
+        stop_local_ray()
+
+
+def check(config: ClusterConfig) -> Path:
+    """Looks for what would fail later, in many processes at once. Returns the model's directory.
+
+    Raises StartError or CheckpointError.
+    """
+    router, transfer = config.router, config.transfer
+    if router.port:
+        with socket.socket(socket.AF_INET6 if ":" in router.host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((router.host, router.port))
+            except OSError as error:
+                raise StartError(f"{router.host}:{router.port} cannot be bound: {error.strerror}") from error
+    if transfer.connector == "nixl" and not any(
+        importlib.util.find_spec(name) for name in ("nixl", "nixl_cu12", "nixl_cu13")
+    ):
+        raise StartError("the connector nixl needs the package nixl, which is not installed")
+    model_dir = resolve_model(config.model)
+    needed = sum(pool.size * pool.engine.kv_cache_gib for pool in config.pools if pool.engine.device == "cpu")
+    available = psutil.virtual_memory().available / (1 << 30)
+    if needed > available:
+        raise StartError(
+            f"the KV pools need {needed:.1f} GiB of memory, {available:.1f} GiB are available: lower "
+            "metadata.baton.engine.kv_cache_gib or the pools' sizes"
+        )
+    return model_dir
+
+
+def sharing_cores(config: ClusterConfig) -> ClusterConfig:
+    """The same cluster with the machine's cores shared out to workers that do not say how many threads they want."""
+    num_workers = sum(pool.size for pool in config.pools)
+    threads = max(1, len(os.sched_getaffinity(0)) // max(1, num_workers))
+    pools = tuple(
+        pool if pool.engine.threads else replace(pool, engine=replace(pool.engine, threads=threads))
+        for pool in config.pools
+    )
+    return replace(config, pools=pools)
+
+
+def _described(config: ClusterConfig) -> str:
+    pools = ", ".join(f"{pool.size} {pool.role.value} ({pool.engine.threads} threads)" for pool in config.pools)
+    return f"{config.model}: {pools}, {config.transfer.connector}, {config.router.binding} binding"

@@ -1,0 +1,156 @@
+"""The Cluster service: what an operator may see and change.
+
+Owns: the picture of router, pools and workers as messages.
+Refuses to know: Ray (`fleet`) and how load is estimated (`load`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from enum import StrEnum
+from typing import Protocol
+
+import grpc
+import psutil
+
+from baton.proto import cluster_pb2 as cluster
+from baton.proto import cluster_pb2_grpc
+from baton.proto.messages import Role, WorkerDescription
+from baton.router.router import Router
+from baton.router.status import refuse
+
+MIN_WATCH_INTERVAL_S = 0.1
+MAX_POOL_SIZE = 1024
+
+
+class WorkerState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    LOST = "lost"
+
+
+class Member(Protocol):
+    """One place in a pool, as the status shows it."""
+
+    @property
+    def worker_id(self) -> str: ...
+    @property
+    def pool(self) -> str: ...
+    @property
+    def role(self) -> Role: ...
+    @property
+    def state(self) -> WorkerState: ...
+    @property
+    def restarts(self) -> int: ...
+    @property
+    def description(self) -> WorkerDescription | None: ...
+
+
+class Workforce(Protocol):
+    """What the service asks of the fleet. `drain` and `scale` raise KeyError for a name that does not exist."""
+
+    def members(self) -> list[Member]: ...
+
+    async def drain(self, worker_id: str, timeout_s: float) -> int: ...
+
+    async def scale(self, pool: str, size: int) -> None: ...
+
+
+class ClusterService(cluster_pb2_grpc.ClusterServicer):
+    """Serves `Cluster` for one router."""
+
+    def __init__(self, router: Router, workforce: Workforce) -> None:
+        self._router = router
+        self._workforce = workforce
+
+    async def GetStatus(
+        self, request: cluster.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> cluster.ClusterStatus:
+        return self._status()
+
+    async def WatchStatus(
+        self, request: cluster.WatchStatusRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[cluster.ClusterStatus]:
+        interval_s = max(request.interval_s or 1.0, MIN_WATCH_INTERVAL_S)
+        while True:
+            yield self._status()
+            await asyncio.sleep(interval_s)
+
+    async def Drain(self, request: cluster.DrainRequest, context: grpc.aio.ServicerContext) -> cluster.DrainResponse:
+        try:
+            moved = await self._workforce.drain(request.worker_id, request.timeout_s or 30.0)
+        except KeyError:
+            await refuse(context, grpc.StatusCode.NOT_FOUND, f"worker_id {request.worker_id!r} is not in this cluster")
+        return cluster.DrainResponse(moved=moved)
+
+    async def SetRole(
+        self, request: cluster.SetRoleRequest, context: grpc.aio.ServicerContext
+    ) -> cluster.SetRoleResponse:
+        await refuse(
+            context,
+            grpc.StatusCode.UNIMPLEMENTED,
+            "a worker keeps its role for life in this version: scale one pool down and another up",
+        )
+
+    async def Scale(self, request: cluster.ScaleRequest, context: grpc.aio.ServicerContext) -> cluster.ScaleResponse:
+        if not 0 <= request.size <= MAX_POOL_SIZE:
+            await refuse(
+                context,
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"size {request.size} is outside 0 to {MAX_POOL_SIZE}",
+            )
+        try:
+            await self._workforce.scale(request.pool, request.size)
+        except KeyError:
+            await refuse(context, grpc.StatusCode.NOT_FOUND, f"pool {request.pool!r} is not in this cluster")
+        return cluster.ScaleResponse(size=request.size)
+
+    def _status(self) -> cluster.ClusterStatus:
+        router, now = self._router, time.monotonic()
+        views = {view.worker_id: view for view in router.book.views(now)}
+        pools: dict[str, cluster.PoolStatus] = {}
+        for member in self._workforce.members():
+            pool = pools.setdefault(member.pool, cluster.PoolStatus(name=member.pool, role=member.role.value))
+            pool.size += 1
+            status = cluster.WorkerStatus(
+                worker_id=member.worker_id,
+                pool=member.pool,
+                role=member.role.value,
+                state=member.state.value,
+                restarts=member.restarts,
+            )
+            if member.description is not None:
+                status.incarnation = member.description.incarnation
+                status.address = member.description.address
+                status.rss_bytes = _rss_bytes(member.description.pid)
+            view, load = views.get(member.worker_id), router.book.last_report(member.worker_id)
+            if view is not None and load is not None:
+                status.load.CopyFrom(load.to_wire())
+                status.load_age_s = view.age_s or 0.0
+                status.in_flight = view.in_flight
+            pool.workers.append(status)
+        return cluster.ClusterStatus(
+            model=router.config.model,
+            router=cluster.RouterStatus(
+                incarnation=router.incarnation,
+                queued=router.dispatcher.num_requests,
+                running=router.num_running,
+                requests_total=router.num_requests,
+                retries_total=router.num_retries,
+                draining=router.draining,
+                uptime_s=now - router.started_s,
+                rss_bytes=psutil.Process().memory_info().rss,
+            ),
+            pools=list(pools.values()),
+        )
+
+
+def _rss_bytes(pid: int) -> int:
+    """Resident memory of a worker on this machine; 0 for one that runs elsewhere or is gone."""
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0

@@ -1,0 +1,281 @@
+"""The configuration file: a Ray cluster-launcher YAML whose `metadata.baton` section is Baton's.
+
+Owns: which settings there are, which of them go together, and reading them once into frozen dataclasses.
+Refuses to know: what the settings do, the rest of the file (that is Ray's), the environment, and how a single value is
+checked (`router.schema`).
+
+    metadata:
+      baton:
+        model, engine, scheduler        defaults of all pools
+        pools: {<name>: {role, size, engine, scheduler, resources}}
+        router, kvtransfer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from baton.proto.messages import Role
+from baton.proto.settings import EngineSettings, SchedulerSettings, TransferSettings, bounded, one_of
+from baton.router.placement import POLICIES
+from baton.router.schema import (
+    ConfigError,
+    as_section,
+    checked_field,
+    checked_number,
+    filled,
+    read_yaml,
+    refuse_unknown,
+    subsection,
+    suggestion,
+)
+
+__all__ = ["ClusterConfig", "ConfigError", "PoolConfig", "RouterSettings", "defaults", "from_mapping", "load"]
+
+SECTION = "metadata.baton"
+MAX_POOL_SIZE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """The front door and the dispatch queue.
+
+    `port` 0 takes a free one. `binding`: whether the decode worker is chosen with the prefill worker or when the prompt
+    is computed. `credit_steps`: prompt tokens that a worker may hold uncomputed, in multiples of its
+    `max_num_batched_tokens`. `no_worker_grace_s`: how long a request waits for a role of which no worker is there.
+    `handoff_timeout_s`: from the first token to the first one of the decode worker. `drain_timeout_s`: how long running
+    requests may go on when their worker or the router is to stop.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = bounded(50051, minimum=0, maximum=65535)
+    policy: str = one_of("queue_depth", POLICIES)
+    binding: str = one_of("early", ("early", "late"))
+    max_queued_requests: int = bounded(1024, minimum=1)
+    max_queued_tokens: int = bounded(4_194_304, minimum=1)
+    credit_steps: float = bounded(2.0, minimum=0.1, maximum=1000.0)
+    max_retries: int = bounded(3, minimum=0, maximum=100)
+    request_timeout_s: float = bounded(600.0, minimum=0.1)
+    handoff_timeout_s: float = bounded(30.0, minimum=0.1)
+    drain_timeout_s: float = bounded(30.0, minimum=0.0)
+    no_worker_grace_s: float = bounded(30.0, minimum=0.0)
+    connect_timeout_s: float = bounded(10.0, minimum=0.1)
+    worker_start_timeout_s: float = bounded(300.0, minimum=1.0)
+    max_message_mib: int = bounded(64, minimum=1, maximum=2047)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """Workers of one role that are all alike.
+
+    `resource`: a custom Ray resource of which each worker takes one, empty for none. The pool runs where it is offered.
+    """
+
+    name: str
+    role: Role
+    size: int
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    resource: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """All of `metadata.baton`, checked. The methods give changed copies, checked again."""
+
+    model: str
+    pools: tuple[PoolConfig, ...]
+    router: RouterSettings = field(default_factory=RouterSettings)
+    transfer: TransferSettings = field(default_factory=TransferSettings)
+
+    def size(self, role: Role) -> int:
+        """Workers of a role, over all pools."""
+        return sum(pool.size for pool in self.pools if pool.role is role)
+
+    def resized(
+        self, *, prefill: int | None = None, decode: int | None = None, colocated: int | None = None
+    ) -> ClusterConfig:
+        """The sizes of the roles' pools. A role without a pool gets one, like the first pool there is."""
+        pools = self.pools
+        for role, size in ((Role.PREFILL, prefill), (Role.DECODE, decode), (Role.COLOCATED, colocated)):
+            if size is not None:
+                pools = _resized(pools, role, size)
+        return _checked(replace(self, pools=pools))
+
+    def with_model(self, model: str) -> ClusterConfig:
+        checked_field(EngineSettings, "model", model, f"{SECTION}.model")
+        pools = tuple(replace(pool, engine=replace(pool.engine, model=model)) for pool in self.pools)
+        return _checked(replace(self, model=model, pools=pools))
+
+    def with_device(self, device: str) -> ClusterConfig:
+        """Every pool on `cpu` or `cuda`; a worker takes one GPU, or none, unless its pool says how many."""
+        checked_field(EngineSettings, "device", device, f"{SECTION}.engine.device")
+        pools = tuple(
+            replace(
+                pool,
+                engine=replace(pool.engine, device=device),
+                num_gpus=(pool.num_gpus or 1.0) if device == "cuda" else 0.0,
+            )
+            for pool in self.pools
+        )
+        return _checked(replace(self, pools=pools))
+
+    def with_port(self, port: int) -> ClusterConfig:
+        checked_field(RouterSettings, "port", port, f"{SECTION}.router.port")
+        return replace(self, router=replace(self.router, port=port))
+
+
+def load(path: Path) -> ClusterConfig:
+    """Reads a cluster-launcher file; raises `ConfigError` for the first thing that is wrong with Baton's section."""
+    return from_mapping(read_yaml(path), source=str(path))
+
+
+def from_mapping(data: object, source: str = "") -> ClusterConfig:
+    """The configuration in the contents of a cluster-launcher file. `source` goes in front of every complaint."""
+    try:
+        return _cluster(subsection(subsection(data, "metadata", "metadata"), "baton", SECTION))
+    except ConfigError as error:
+        raise ConfigError(error.key, error.problem, source) from error
+
+
+def defaults(
+    *, prefill: int = 1, decode: int = 1, colocated: int = 0, model: str = "demo", device: str = "cpu"
+) -> ClusterConfig:
+    """A cluster of which nothing is said but this."""
+    sizes = {Role.PREFILL: prefill, Role.DECODE: decode, Role.COLOCATED: colocated}
+    pools = tuple(PoolConfig(role.value, role, size) for role, size in sizes.items() if size)
+    return _checked(ClusterConfig("demo", pools)).with_model(model).with_device(device)
+
+
+def _cluster(section: Mapping[str, Any]) -> ClusterConfig:
+    refuse_unknown(section, ("model", "engine", "scheduler", "pools", "router", "kvtransfer"), SECTION)
+    engine = filled(EngineSettings(), section.get("engine"), f"{SECTION}.engine")
+    if "model" in section:
+        model = checked_field(EngineSettings, "model", section["model"], f"{SECTION}.model")
+        if "model" in (section.get("engine") or {}) and model != engine.model:
+            raise ConfigError(f"{SECTION}.engine.model", f"is {engine.model!r}, but {SECTION}.model is {model!r}")
+        engine = replace(engine, model=model)
+    scheduler = filled(SchedulerSettings(), section.get("scheduler"), f"{SECTION}.scheduler")
+    pools = subsection(section, "pools", f"{SECTION}.pools")
+    config = ClusterConfig(
+        model=engine.model,
+        pools=tuple(_pool(name, subsection(pools, name, _path(name)), engine, scheduler) for name in pools),
+        router=filled(RouterSettings(), section.get("router"), f"{SECTION}.router"),
+        transfer=filled(TransferSettings(), section.get("kvtransfer"), f"{SECTION}.kvtransfer"),
+    )
+    return _checked(config)
+
+
+def _pool(name: str, section: Mapping[str, Any], engine: EngineSettings, scheduler: SchedulerSettings) -> PoolConfig:
+    path = _path(name)
+    refuse_unknown(section, ("role", "size", "engine", "scheduler", "resources"), path)
+    roles = [role.value for role in Role]
+    role = section.get("role")
+    if role not in roles:
+        problem = "is missing, must be" if role is None else f"is {role!r}, must be"
+        raise ConfigError(f"{path}.role", f"{problem} one of {', '.join(roles)}{suggestion(role, roles)}")
+    pool = PoolConfig(
+        name=name,
+        role=Role(role),
+        size=checked_number(section.get("size", 1), int, f"{path}.size", 0, MAX_POOL_SIZE),
+        engine=filled(engine, section.get("engine"), f"{path}.engine"),
+        scheduler=filled(scheduler, section.get("scheduler"), f"{path}.scheduler"),
+    )
+    if pool.engine.device == "cuda":
+        pool = replace(pool, num_gpus=1.0)
+    return _with_resources(pool, section.get("resources"))
+
+
+def _with_resources(pool: PoolConfig, data: object) -> PoolConfig:
+    """What one worker takes of its machine, in Ray's words: CPU, GPU, and 1 of at most one custom resource."""
+    path = f"{_path(pool.name)}.resources"
+    for key, value in as_section(data, path).items():
+        amount = checked_number(value, float, f"{path}.{key}", 0)
+        if key == "CPU":
+            pool = replace(pool, num_cpus=amount)
+        elif key == "GPU":
+            pool = replace(pool, num_gpus=amount)
+        elif key.upper() in ("CPU", "GPU"):
+            raise ConfigError(f"{path}.{key}", f"is not a resource of Ray's; did you mean {key.upper()}?")
+        elif pool.resource:
+            raise ConfigError(
+                f"{path}.{key}", f"is a second custom resource beside {pool.resource}, at most one is allowed"
+            )
+        elif amount != 1:
+            raise ConfigError(f"{path}.{key}", f"is {value!r}, must be 1: each worker takes one of a custom resource")
+        else:
+            pool = replace(pool, resource=key)
+    return pool
+
+
+def _resized(pools: tuple[PoolConfig, ...], role: Role, size: int) -> tuple[PoolConfig, ...]:
+    checked_number(size, int, f"{_path(role.value)}.size", 0, MAX_POOL_SIZE)
+    of_role = [pool.name for pool in pools if pool.role is role]
+    if len(of_role) > 1:
+        raise ConfigError(
+            f"{SECTION}.pools", f"has {len(of_role)} {role} pools ({', '.join(of_role)}): which one to size?"
+        )
+    if of_role:
+        return tuple(replace(pool, size=size) if pool.role is role else pool for pool in pools)
+    return (*pools, replace(pools[0], name=role.value, role=role, size=size, resource="")) if size else pools
+
+
+def _path(pool_name: str) -> str:
+    return f"{SECTION}.pools.{pool_name}"
+
+
+def _checked(config: ClusterConfig) -> ClusterConfig:
+    """The configuration, if its parts go together."""
+    sizes = {role: config.size(role) for role in Role}
+    pools = f"{SECTION}.pools"
+    if not any(sizes.values()):
+        raise ConfigError(pools, "has no worker: at least one prefill and one decode, or one colocated, is needed")
+    for role, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
+        if sizes[role] and not sizes[other]:
+            problem = f"has {sizes[role]} {role} workers and no {other} worker: they work in pairs"
+            raise ConfigError(pools, problem)
+    _check_alike(config)
+    _check_transfer(config.transfer, paired=sizes[Role.PREFILL] > 0)
+    for pool in config.pools:
+        _check_devices(pool)
+    return config
+
+
+def _check_alike(config: ClusterConfig) -> None:
+    """KV moves between pools and a request may move to any, so what shapes KV and tokens is the same in all of them."""
+    first = config.pools[0]
+    for pool in config.pools:
+        for name in ("model", "dtype", "block_size"):
+            here, there = getattr(pool.engine, name), getattr(first.engine, name)
+            if here != there:
+                problem = f"is {here!r}, but {there!r} in {_path(first.name)}: it must be the same in all pools"
+                raise ConfigError(f"{_path(pool.name)}.engine.{name}", problem)
+    if first.engine.model != config.model:
+        raise ConfigError(f"{SECTION}.model", f"is {config.model!r}, but {first.engine.model!r} in {_path(first.name)}")
+
+
+def _check_transfer(transfer: TransferSettings, *, paired: bool) -> None:
+    path = f"{SECTION}.kvtransfer"
+    if paired and transfer.connector == "local":
+        problem = (
+            "is 'local', which moves KV within one process, but prefill and decode workers are processes of their own"
+        )
+        raise ConfigError(f"{path}.connector", problem)
+    for name in ("lease_s", "peer_timeout_s"):
+        limit_s = getattr(transfer, name)
+        if transfer.heartbeat_s * 2 > limit_s:
+            problem = f"is {transfer.heartbeat_s:g}, must be at most half of {name}, which is {limit_s:g}"
+            raise ConfigError(f"{path}.heartbeat_s", problem)
+
+
+def _check_devices(pool: PoolConfig) -> None:
+    path = f"{_path(pool.name)}.resources.GPU"
+    if pool.engine.device == "cuda" and pool.num_gpus == 0:
+        raise ConfigError(path, "is 0, but the pool's engine runs on cuda")
+    if pool.engine.device == "cpu" and pool.num_gpus > 0:
+        raise ConfigError(path, f"is {pool.num_gpus:g}, but the pool's engine runs on cpu")

@@ -1,0 +1,457 @@
+"""The only file that calls Ray: which processes live, where, and under what name.
+
+Owns: the actors and placement groups of every pool, their restart and removal, and the actor that hosts the router.
+Refuses to know: requests and tokens. What a worker does is behind the factory that it is given.
+
+    member:  STARTING --describe, link open--> READY --link lost--> LOST --Ray restarts the process--> STARTING ...
+                                                 '--drain--> DRAINING
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from baton.proto.messages import Role, WorkerDescription
+from baton.proto.settings import WorkerSettings
+from baton.router.cluster import Member, WorkerState
+from baton.router.config import ClusterConfig, PoolConfig
+from baton.router.link import WorkerLink
+from baton.router.router import Router
+from baton.router.server import RouterServer
+from baton.router.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+NAMESPACE = "baton"
+ROUTER_NAME = "baton-router"
+SILENCE_S = 3.0
+HUNG_AFTER_S = 2.0
+RESTART_PAUSE_S = 0.1
+
+Result = TypeVar("Result")
+
+
+class Worker(Protocol):
+    """What runs inside a worker's process."""
+
+    async def start(self) -> WorkerDescription: ...
+
+    async def stop(self) -> None: ...
+
+
+WorkerFactory = Callable[[WorkerSettings, Callable[[BaseException], None]], Worker]
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailure:
+    """Why a process could not begin to serve, in one line."""
+
+    message: str
+
+
+class FleetError(Exception):
+    """A cluster that cannot be brought up; the message is for a person."""
+
+
+# --- inside the processes that Ray starts ---------------------------------------------------------------------------
+
+
+class LoopThread:
+    """An event loop of our own in a thread: Ray's loop stays out of the way of tokens."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name=name, daemon=True).start()
+
+    def start(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+
+class WorkerHost:
+    """The Ray actor around one worker. Its constructor brings the worker up; a restart by Ray does so again."""
+
+    def __init__(self, factory: WorkerFactory, settings: WorkerSettings) -> None:
+        _log_to_stderr()
+        self._thread = LoopThread("worker")
+        self._outcome: WorkerDescription | StartFailure
+        if not settings.host:
+            settings = replace(settings, host=ray.util.get_node_ip_address())
+        try:
+            self._worker = factory(settings, _end_process)
+            self._outcome = self._thread.start(self._worker.start()).result(timeout=60)
+        except Exception as error:
+            log.exception("worker %s cannot start", settings.worker_id)
+            self._outcome = StartFailure(f"{settings.worker_id}: {error or type(error).__name__}")
+
+    def describe(self) -> WorkerDescription | StartFailure:
+        return self._outcome
+
+    def stop(self) -> None:
+        if isinstance(self._outcome, WorkerDescription):
+            self._thread.start(self._worker.stop()).result(timeout=15)
+
+
+class RouterHost:
+    """The Ray actor around the router. Works from its constructor on, so a restart by Ray needs nobody's help."""
+
+    def __init__(self, config: ClusterConfig, model_dir: Path, factories: Mapping[Role, WorkerFactory]) -> None:
+        _log_to_stderr()
+        self._thread = LoopThread("router")
+        self._config = config
+        self._model_dir = model_dir
+        self._factories = factories
+        self._server: RouterServer | None = None
+        self._fleet: Fleet | None = None
+        self._outcome: Future[str | StartFailure] = self._thread.start(self._serve())
+
+    async def _serve(self) -> str | StartFailure:
+        try:
+            router = Router(self._config, Tokenizer(self._model_dir))
+            self._fleet = Fleet(self._config, router, self._factories)
+            self._server = RouterServer(router, self._fleet)
+            address = await self._server.open(self._config.router, patience_s=5.0)
+            await self._fleet.open()
+            await router.prove_ready()
+            await self._server.mark_ready()
+        except Exception as error:
+            log.exception("the router cannot start")
+            return StartFailure(str(error) or type(error).__name__)
+        return address
+
+    def ready(self) -> str | StartFailure:
+        """Blocks until the router serves; returns its address."""
+        return self._outcome.result()
+
+    def stop(self, drain_s: float) -> bool:
+        """Drains, then ends every worker. Returns whether all requests ended in time."""
+        return self._thread.start(self._stop(drain_s)).result()
+
+    async def _stop(self, drain_s: float) -> bool:
+        drained = await self._server.drain(drain_s) if self._server is not None else True
+        if self._server is not None:
+            await self._server.close()
+        if self._fleet is not None:
+            await self._fleet.close()
+        return drained
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+
+
+def _end_process(error: BaseException) -> None:
+    """A worker whose step loop has failed must not go on: Ray starts a new one."""
+    log.critical("the step loop has failed", exc_info=error)
+    logging.shutdown()
+    os._exit(70)
+
+
+# --- the fleet ------------------------------------------------------------------------------------------------------
+
+
+class Post:
+    """One place in a pool and the process that fills it; a `cluster.Member`."""
+
+    def __init__(self, settings: WorkerSettings, pool: PoolConfig, actor: Any, group: PlacementGroup) -> None:
+        self.settings = settings
+        self.config = pool
+        self.actor = actor
+        self.group = group
+        self.state = WorkerState.STARTING
+        self.draining = False
+        self.restarts = 0
+        self.description: WorkerDescription | None = None
+        self.link: WorkerLink | None = None
+        self.failure = ""
+        self.settled = asyncio.Event()
+        self.keeper: asyncio.Task[None] | None = None
+
+    @property
+    def worker_id(self) -> str:
+        return self.settings.worker_id
+
+    @property
+    def pool(self) -> str:
+        return self.settings.pool
+
+    @property
+    def role(self) -> Role:
+        return self.settings.role
+
+
+class Fleet:
+    """Keeps every pool at its size; a `cluster.Workforce`. Belongs to the router's event loop."""
+
+    def __init__(self, config: ClusterConfig, router: Router, factories: Mapping[Role, WorkerFactory]) -> None:
+        self._config = config
+        self._router = router
+        self._factories = factories
+        self._posts: dict[str, Post] = {}
+
+    async def open(self) -> None:
+        """Fills every pool; returns when each worker serves. Raises FleetError with the first worker's failure."""
+        for pool in self._config.pools:
+            await self._add(pool, 0, pool.size)
+        timeout_s = self._config.router.worker_start_timeout_s
+        waits = [asyncio.create_task(post.settled.wait()) for post in self._posts.values()]
+        _, pending = await asyncio.wait(waits, timeout=timeout_s)
+        for wait in pending:
+            wait.cancel()
+        failures = [post.failure for post in self._posts.values() if post.failure]
+        if failures:
+            raise FleetError(failures[0])
+        if pending:
+            raise FleetError(f"{len(pending)} of {len(waits)} workers did not start within {timeout_s:.0f} s")
+
+    async def close(self) -> None:
+        """Ends every process of every pool."""
+        await asyncio.gather(*(self._remove(post) for post in list(self._posts.values())))
+
+    def members(self) -> list[Member]:
+        return list(self._posts.values())
+
+    async def drain(self, worker_id: str, timeout_s: float) -> int:
+        """Takes a worker out of placement; legs not done in time move to other workers. Returns how many moved."""
+        post = self._posts[worker_id]
+        post.draining = True
+        post.state = WorkerState.DRAINING
+        self._router.book.set_draining(worker_id, True)
+        link = post.link
+        if link is None or await link.rest(timeout_s):
+            return 0
+        moved = link.num_legs
+        await link.close()
+        return moved
+
+    async def scale(self, pool: str, size: int) -> None:
+        """Brings a pool to a size: new workers serve, or surplus ones are drained and gone, when this returns."""
+        config = next((config for config in self._config.pools if config.name == pool), None)
+        if config is None:
+            raise KeyError(pool)
+        posts = [post for post in self._posts.values() if post.pool == pool]
+        if size > len(posts):
+            first = 1 + max((int(post.worker_id.rpartition("-")[2]) for post in posts), default=-1)
+            await self._add(config, first, size - len(posts))
+            await asyncio.gather(*(post.settled.wait() for post in self._posts.values() if post.pool == pool))
+        for post in posts[size:]:
+            await self.drain(post.worker_id, self._config.router.drain_timeout_s)
+            await self._remove(post)
+
+    # --- processes --------------------------------------------------------------------------------------------------
+
+    async def _add(self, pool: PoolConfig, first: int, count: int) -> None:
+        """Starts `count` workers in one placement group, spread over the machines; finds those that live already."""
+        if not count:
+            return
+        bundle = {"CPU": pool.num_cpus, "GPU": pool.num_gpus, pool.resource: 1.0 if pool.resource else 0.0}
+        bundle = {name: amount for name, amount in bundle.items() if amount}
+        group = await asyncio.to_thread(self._group, f"baton-{pool.name}-{first}", [bundle] * count)
+        for index in range(count):
+            worker_id = f"{pool.name}-{first + index}"
+            host = self._config.router.host
+            settings = WorkerSettings(
+                worker_id=worker_id,
+                pool=pool.name,
+                role=pool.role,
+                engine=pool.engine,
+                scheduler=pool.scheduler,
+                transfer=self._config.transfer,
+                host=host if host in ("127.0.0.1", "::1") else "",
+            )
+            actor_class = ray.remote(WorkerHost)
+            actor = actor_class.options(
+                name=worker_id,
+                namespace=NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                max_restarts=-1,
+                max_task_retries=0,
+                max_concurrency=4,
+                num_cpus=pool.num_cpus,
+                num_gpus=pool.num_gpus,
+                resources={pool.resource: 1.0} if pool.resource else None,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            ).remote(self._factories[pool.role], settings)
+            post = Post(settings, pool, actor, group)
+            self._posts[worker_id] = post
+            post.keeper = asyncio.create_task(self._keep(post))
+
+    def _group(self, name: str, bundles: list[dict[str, float]]) -> PlacementGroup:
+        try:
+            return ray.util.get_placement_group(name)
+        except ValueError:
+            pass
+        group = placement_group(bundles, strategy="SPREAD", name=name, lifetime="detached")
+        timeout_s = self._config.router.worker_start_timeout_s
+        if not group.wait(timeout_s):
+            remove_placement_group(group)
+            raise FleetError(f"no machine had room for {bundles} within {timeout_s:.0f} s")
+        return group
+
+    async def _remove(self, post: Post) -> None:
+        if post.keeper is not None:
+            post.keeper.cancel()
+            await asyncio.gather(post.keeper, return_exceptions=True)
+        if post.link is not None:
+            await post.link.close()
+            self._router.disconnect(post.link)
+        self._posts.pop(post.worker_id, None)
+        await asyncio.to_thread(ray.kill, post.actor, no_restart=True)
+        if not any(other.group is post.group for other in self._posts.values()):
+            await asyncio.to_thread(remove_placement_group, post.group)
+
+    async def _keep(self, post: Post) -> None:
+        """Holds the link to whatever process fills the post, for as long as the post exists."""
+        while True:
+            outcome = await self._describe(post)
+            if isinstance(outcome, StartFailure):
+                post.failure = outcome.message
+                post.settled.set()
+                log.error("%s", outcome.message)
+                await asyncio.sleep(5.0)
+                await asyncio.to_thread(ray.kill, post.actor, no_restart=False)
+                continue
+            link = WorkerLink(outcome, self._router.incarnation, SILENCE_S)
+            try:
+                await link.open(self._router.reported, self._config.router.connect_timeout_s)
+            except ConnectionError as error:
+                log.warning("%s", error)
+                await asyncio.sleep(RESTART_PAUSE_S)
+                continue
+            self._router.connect(link)
+            self._router.book.set_draining(post.worker_id, post.draining)
+            post.description, post.link, post.failure = link.description, link, ""
+            post.state = WorkerState.DRAINING if post.draining else WorkerState.READY
+            post.settled.set()
+            log.info("%s serves at %s as %s", post.worker_id, link.description.address, link.description.incarnation)
+            reason = await asyncio.shield(link.lost)
+            log.warning("%s was lost: %s", post.worker_id, reason)
+            post.link, post.state = None, WorkerState.LOST
+            self._router.disconnect(link)
+            await link.close()
+            post.restarts += 1
+
+    async def _describe(self, post: Post) -> WorkerDescription | StartFailure:
+        """Waits for the post's process to be up. One that lives and does not answer is killed: Ray replaces it."""
+        asked_before = post.description is not None
+        while True:
+            try:
+                timeout_s = HUNG_AFTER_S if asked_before else self._config.router.worker_start_timeout_s
+                outcome: WorkerDescription | StartFailure = await _result(post.actor.describe.remote(), timeout_s)
+                return outcome
+            except TimeoutError:
+                log.warning("%s does not answer: it is killed", post.worker_id)
+                await asyncio.to_thread(ray.kill, post.actor, no_restart=False)
+                asked_before = False
+            except ActorUnavailableError:
+                asked_before = False
+                await asyncio.sleep(RESTART_PAUSE_S)
+            except (ActorDiedError, RayActorError) as error:
+                return StartFailure(f"{post.worker_id}: {str(error).splitlines()[0]}")
+
+
+async def _result(reference: Any, timeout_s: float) -> Any:
+    """The value of a Ray reference, on any event loop."""
+    return await asyncio.wait_for(asyncio.wrap_future(reference.future()), timeout_s)
+
+
+# --- the launcher's side --------------------------------------------------------------------------------------------
+
+
+class RouterHandle:
+    """The router's actor, as the process sees it that launched it."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def ready(self, timeout_s: float, cancelled: threading.Event) -> str | None:
+        """Waits until the router serves; returns its address, None if cancelled.
+
+        Raises FleetError with the reason if it cannot serve.
+        """
+        reference = self._actor.ready.remote()
+        deadline = time.monotonic() + timeout_s
+        while not cancelled.is_set():
+            try:
+                outcome = ray.get(reference, timeout=0.1)
+            except GetTimeoutError:
+                if time.monotonic() > deadline:
+                    raise FleetError(f"no request went through within {timeout_s:.0f} s") from None
+            except RayError as error:
+                raise FleetError(f"the router did not start: {str(error).splitlines()[0]}") from error
+            else:
+                if isinstance(outcome, StartFailure):
+                    raise FleetError(outcome.message)
+                return str(outcome)
+        return None
+
+    def stop(self, drain_s: float) -> bool:
+        """Drains and ends router and workers; returns whether all requests ended in time."""
+        try:
+            drained: bool = ray.get(self._actor.stop.remote(drain_s), timeout=drain_s + 60)
+        except RayError as error:
+            log.warning("the router could not be drained: %s", str(error).splitlines()[0])
+            return False
+        finally:
+            ray.kill(self._actor, no_restart=True)
+        return drained
+
+
+def start_local_ray(num_cpus: float) -> None:
+    """Brings up a Ray of our own on this machine. Its processes end with this one.
+
+    `num_cpus` is what the pools ask for: a count for Ray's books, not a bound on the cores in use.
+    """
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(
+        address="local",
+        namespace=NAMESPACE,
+        num_cpus=max(1, int(num_cpus + 0.999)) + 1,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=128 << 20,
+    )
+
+
+def stop_local_ray() -> None:
+    ray.shutdown()
+
+
+def start_router(config: ClusterConfig, model_dir: Path, factories: Mapping[Role, WorkerFactory]) -> RouterHandle:
+    """Starts the router's actor, which starts the rest. Ray restarts it if it dies; workers outlive it."""
+    actor = (
+        ray.remote(RouterHost)
+        .options(
+            name=ROUTER_NAME,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_task_retries=-1,
+            max_concurrency=16,
+            num_cpus=0,
+        )
+        .remote(config, model_dir, dict(factories))
+    )
+    return RouterHandle(actor)

@@ -1,0 +1,427 @@
+"""The whole life of one output: queue, prefill, hand-off, decode, and what follows when a part of it fails.
+
+Owns: the legs of each attempt, the order of tokens, the ledger of times, and every decision to try again.
+Refuses to know: text, stop strings, gRPC contexts, and how a worker is chosen.
+
+    place -> open legs -> [first token from prefill] -> [tokens from decode] -> Ended
+      ^                          |                             |
+      +---- prompt + tokens so far, on other workers <-- failed leg (a value)          too often, too late: Failed
+
+Closing the generator, at any moment, aborts what is in progress on both legs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from baton.proto.messages import (
+    FailureKind,
+    FinishReason,
+    HandoffSource,
+    Leg,
+    LegFailure,
+    LegSummary,
+    Request,
+    Sampling,
+    StageTimes,
+    TokenBatch,
+    TokenLogprob,
+)
+from baton.router.dispatch import DeadlinePassed, Dispatcher, NoWorker, QueueFull
+from baton.router.link import LegEvent, WorkerLink
+from baton.router.load import LoadBook
+from baton.router.placement import Placement, PlacementQuery
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """One output that a client wants. `resume_token_ids`: output tokens that it already has.
+
+    `arrived_s` and `deadline_s` are times of the router's clock. `journey_id` is unique in the cluster.
+    """
+
+    journey_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: Sampling
+    arrived_s: float
+    deadline_s: float | None = None
+    resume_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    cache_salt: str = ""
+    adapter: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Output tokens in order, without gap or repeat. `first_index` is the position of the first in the output."""
+
+    first_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Trouble(Enum):
+    """Why an output could not be finished, in the words of the protocol's status codes."""
+
+    INVALID = "invalid"
+    OVERLOADED = "overloaded"
+    UNAVAILABLE = "unavailable"
+    DEADLINE = "deadline"
+    INTERNAL = "internal"
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    trouble: Trouble
+    message: str
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    reason: FinishReason
+
+
+Piece = Tokens | Ended | Failed
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Where the time and the tokens of one output went. Its stages follow one another and add up to the total.
+
+    `decode_heard_s`: when the last summary came, up to which `stages.decode` counts.
+    """
+
+    arrived_s: float
+    router_wait_s: float = 0.0
+    retry_s: float = 0.0
+    stages: StageTimes = field(default_factory=StageTimes)
+    cached_tokens: int = 0
+    transferred_tokens: int = 0
+    recomputed_tokens: int = 0
+    retries: int = 0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    connector: str = ""
+    decode_heard_s: float | None = None
+    ended_s: float | None = None
+
+    def decode_s(self, now: float, ended_by_worker: bool) -> float:
+        """Time of decoding; where the router ended it (a stop string), the time since the worker's last word counts."""
+        if ended_by_worker or self.decode_heard_s is None:
+            return self.stages.decode
+        return self.stages.decode + now - self.decode_heard_s
+
+
+@dataclass(frozen=True, slots=True)
+class JourneySettings:
+    """`max_retries` counts attempts in a row that brought no token. `late`: decode is chosen after the first token."""
+
+    late: bool = False
+    max_retries: int = 3
+
+
+class Legs:
+    """The legs of one attempt: open until `close`, which aborts what has not ended and releases what was booked.
+
+    Events come in the order of the output: what decode says first waits until prefill's first token, which travels on
+    another stream, is there.
+    """
+
+    def __init__(
+        self, query: PlacementQuery, placement: Placement, links: Mapping[str, WorkerLink], book: LoadBook
+    ) -> None:
+        self._query = query
+        self._links = links
+        self._book = book
+        self._events: asyncio.Queue[LegEvent] = asyncio.Queue()
+        self._early: list[TokenBatch] | None = []
+        self._open: dict[str, WorkerLink] = {}
+        self._booked: list[Placement] = [placement]
+
+    def add(self, placement: Placement) -> None:
+        """A further placement of the same attempt: it is released with the rest."""
+        self._booked.append(placement)
+
+    def open(self, worker_id: str, request: Request) -> None:
+        """Sends a leg. A worker that is gone by now answers with a failure, as one that goes later would."""
+        link = self._links.get(worker_id)
+        if link is None:
+            self.lose(request.sequence_id, worker_id)
+            return
+        self._open[request.sequence_id] = link
+        self._book.sent(request.sequence_id, link.submit(request, self._receive))
+
+    def lose(self, sequence_id: str, worker_id: str) -> None:
+        """Has the leg fail because its worker is gone."""
+        self._receive(LegFailure(sequence_id, FailureKind.WORKER_LOST, f"{worker_id} is gone"))
+
+    async def next(self, timeout_s: float | None) -> LegEvent | None:
+        """The next event of any leg; None when the time is over."""
+        try:
+            return await asyncio.wait_for(self._events.get(), timeout_s)
+        except TimeoutError:
+            return None
+
+    def ended(self, sequence_id: str) -> None:
+        """The leg has ended by itself: its load is released now, not at the end of the attempt."""
+        link = self._open.pop(sequence_id, None)
+        if link is not None:
+            link.forget(sequence_id)
+            self._book.ended(sequence_id)
+
+    def close(self) -> None:
+        for sequence_id, link in self._open.items():
+            link.abort(sequence_id)
+            self._book.ended(sequence_id)
+        self._open.clear()
+        for placement in self._booked:
+            self._book.withdraw(self._query, placement)
+
+    def _receive(self, event: LegEvent) -> None:
+        if isinstance(event, TokenBatch) and self._early is not None:
+            if event.sequence_id == self._query.leg_id(Leg.DECODE):
+                self._early.append(event)
+                return
+            self._events.put_nowait(event)
+            for batch in self._early:
+                self._events.put_nowait(batch)
+            self._early = None
+            return
+        self._events.put_nowait(event)
+
+
+class Journey:
+    """One output's way through the cluster. Use `run` once; `ledger` may be read at any time."""
+
+    def __init__(
+        self,
+        errand: Errand,
+        dispatcher: Dispatcher,
+        links: Mapping[str, WorkerLink],
+        book: LoadBook,
+        prefix_hashes: Callable[[tuple[int, ...]], tuple[Hashable, ...]],
+        settings: JourneySettings,
+        clock: Callable[[], float],
+    ) -> None:
+        self._errand = errand
+        self._dispatcher = dispatcher
+        self._links = links
+        self._book = book
+        self._prefix_hashes = prefix_hashes
+        self._settings = settings
+        self._clock = clock
+        self._output: list[int] = list(errand.resume_token_ids)
+        self._computed_before = 0
+        self.ledger = Ledger(errand.arrived_s)
+
+    async def run(self) -> AsyncIterator[Piece]:
+        """Yields tokens, then Ended or Failed. See the module's drawing."""
+        avoid: frozenset[str] = frozenset()
+        fruitless = 0
+        for attempt in range(1_000_000):
+            started_s = self._clock() if attempt else self._errand.arrived_s
+            num_before = len(self._output)
+            query = self._query(attempt, avoid)
+            placed = await self._dispatcher.place(query, self._errand.deadline_s)
+            if not isinstance(placed, Placement):
+                yield self._end(_refusal(placed))
+                return
+            self.ledger.router_wait_s = self._clock() - started_s
+            legs = Legs(query, placed, self._links, self._book)
+            try:
+                failure: LegFailure | None = None
+                self._open(legs, query, placed)
+                while failure is None:
+                    event = await legs.next(self._time_left())
+                    if event is None:
+                        yield self._end(Failed(Trouble.DEADLINE, "the deadline passed while the request was running"))
+                        return
+                    if isinstance(event, LegFailure):
+                        failure = event if self._matters(event, query, placed, num_before) else None
+                    else:
+                        tokens = self._take(event, query)
+                        if tokens is not None:
+                            yield tokens
+                        if event.finish_reason is not None:
+                            legs.ended(event.sequence_id)
+                            yield self._end(Ended(event.finish_reason))
+                            return
+                        if event.sequence_id == query.leg_id(Leg.DECODE):
+                            # Decode runs, so it has the KV and prefill has its blocks back.
+                            legs.ended(query.leg_id(Leg.PREFILL))
+                        elif event.sequence_id == query.leg_id(Leg.PREFILL):
+                            self._book.prefilled(event.sequence_id)
+                            if placed.decode is None:
+                                late = await self._dispatcher.place_decode(query, self._errand.deadline_s)
+                                if not isinstance(late, Placement):
+                                    yield self._end(_refusal(late))
+                                    return
+                                placed = replace(placed, decode=late.decode)
+                                legs.add(late)
+                                self._open_decode(legs, query, placed)
+            finally:
+                legs.close()
+                self._dispatcher.wake()
+            fruitless = 0 if len(self._output) > num_before else fruitless + 1
+            verdict = _verdict(failure, fruitless > self._settings.max_retries)
+            if verdict is not None:
+                yield self._end(verdict)
+                return
+            avoid = _to_avoid(failure, query, placed)
+            self._computed_before = query.num_tokens
+            self.ledger.retries += 1
+            self.ledger.retry_s += self._clock() - started_s
+            self.ledger.stages = StageTimes()
+
+    # --- opening ----------------------------------------------------------------------------------------------------
+
+    def _query(self, attempt: int, avoid: frozenset[str]) -> PlacementQuery:
+        token_ids = self._errand.prompt_token_ids + tuple(self._output)
+        return PlacementQuery(
+            attempt_id=f"{self._errand.journey_id}.{attempt}",
+            num_tokens=len(token_ids),
+            max_new_tokens=self._errand.sampling.max_tokens - len(self._output),
+            priority=self._errand.priority,
+            arrived_s=self._errand.arrived_s,
+            attempt=attempt,
+            prefix_hashes=self._prefix_hashes(token_ids),
+            avoid=avoid,
+        )
+
+    def _open(self, legs: Legs, query: PlacementQuery, placed: Placement) -> None:
+        if placed.whole is not None:
+            self.ledger.prefill_worker = self.ledger.decode_worker = placed.whole
+            legs.open(placed.whole, self._request(query, Leg.WHOLE))
+            return
+        assert placed.prefill is not None
+        self.ledger.prefill_worker, self.ledger.decode_worker = placed.prefill, ""
+        legs.open(placed.prefill, self._request(query, Leg.PREFILL))
+        if placed.decode is not None and query.max_new_tokens > 1:
+            self._open_decode(legs, query, placed)
+
+    def _open_decode(self, legs: Legs, query: PlacementQuery, placed: Placement) -> None:
+        assert placed.prefill is not None
+        assert placed.decode is not None
+        self.ledger.decode_worker = placed.decode
+        link = self._links.get(placed.prefill)
+        if link is None:
+            legs.lose(query.leg_id(Leg.PREFILL), placed.prefill)
+            return
+        source = HandoffSource(
+            worker_id=placed.prefill,
+            incarnation=link.description.incarnation,
+            address=link.description.address,
+            sequence_id=query.leg_id(Leg.PREFILL),
+        )
+        legs.open(placed.decode, self._request(query, Leg.DECODE, source))
+
+    def _request(self, query: PlacementQuery, leg: Leg, source: HandoffSource | None = None) -> Request:
+        """The leg's part; `query.num_tokens` tokens, also where the first token has come meanwhile (late binding)."""
+        prompt = self._errand.prompt_token_ids
+        return Request(
+            sequence_id=query.leg_id(leg),
+            token_ids=(prompt + tuple(self._output))[: query.num_tokens],
+            num_prompt_tokens=len(prompt),
+            sampling=self._errand.sampling,
+            leg=leg,
+            priority=self._errand.priority,
+            deadline_s=self._time_left(),
+            cache_salt=self._errand.cache_salt,
+            adapter=self._errand.adapter,
+            source=source,
+        )
+
+    def _time_left(self) -> float | None:
+        if self._errand.deadline_s is None:
+            return None
+        return max(0.0, self._errand.deadline_s - self._clock())
+
+    # --- listening --------------------------------------------------------------------------------------------------
+
+    def _take(self, batch: TokenBatch, query: PlacementQuery) -> Tokens | None:
+        """What a batch adds to the output: nothing that the client has already."""
+        if batch.summary is not None:
+            self._account(batch.summary, Leg.DECODE if batch.sequence_id == query.leg_id(Leg.DECODE) else Leg.PREFILL)
+        repeated = len(self._output) - batch.first_index
+        if repeated < 0:
+            raise AssertionError(
+                f"{batch.sequence_id}: token {batch.first_index} came when {len(self._output)} was due"
+            )
+        token_ids = batch.token_ids[repeated:]
+        prompt_logprobs = batch.prompt_logprobs if not self._output else ()
+        if not token_ids:
+            return None
+        first_index = len(self._output)
+        self._output.extend(token_ids)
+        return Tokens(first_index, token_ids, batch.logprobs[repeated:], prompt_logprobs)
+
+    def _account(self, summary: LegSummary, leg: Leg) -> None:
+        ledger, times = self.ledger, summary.times
+        if leg is Leg.DECODE:
+            ledger.decode_heard_s = self._clock()
+            ledger.transferred_tokens = summary.transferred_tokens
+            ledger.connector = summary.connector if summary.transferred_tokens else ledger.connector
+            ledger.stages = replace(
+                ledger.stages,
+                handoff_wait=times.handoff_wait,
+                handoff_transfer=times.handoff_transfer,
+                decode_admission=times.decode_admission,
+                decode=times.decode,
+            )
+            ledger.recomputed_tokens += summary.recomputed_tokens
+            return
+        ledger.decode_heard_s = self._clock()
+        ledger.cached_tokens = min(summary.cached_tokens, len(self._errand.prompt_token_ids))
+        ledger.stages = replace(
+            ledger.stages,
+            prefill_queue=times.prefill_queue,
+            prefill_compute=times.prefill_compute,
+            decode=times.decode,
+        )
+        ledger.recomputed_tokens += summary.recomputed_tokens + max(0, self._computed_before - summary.cached_tokens)
+        self._computed_before = 0
+
+    def _matters(self, failure: LegFailure, query: PlacementQuery, placed: Placement, num_before: int) -> bool:
+        """A prefill leg that fails after its token is there does not: decode has the KV, or will say that it cannot."""
+        after_first_token = failure.sequence_id == query.leg_id(Leg.PREFILL) and len(self._output) > num_before
+        return not (after_first_token and placed.decode is not None)
+
+    def _end(self, piece: Ended | Failed) -> Ended | Failed:
+        self.ledger.ended_s = self._clock()
+        return piece
+
+
+def _refusal(outcome: QueueFull | NoWorker | DeadlinePassed) -> Failed:
+    if isinstance(outcome, QueueFull):
+        return Failed(Trouble.OVERLOADED, outcome.message, outcome.retry_after_s)
+    return Failed(Trouble.UNAVAILABLE if isinstance(outcome, NoWorker) else Trouble.DEADLINE, outcome.message)
+
+
+def _verdict(failure: LegFailure, exhausted: bool) -> Failed | None:
+    """What follows from a failed leg: None is another attempt."""
+    match failure.kind:
+        case FailureKind.REFUSED:
+            return Failed(Trouble.INVALID, failure.message)
+        case FailureKind.DEADLINE:
+            return Failed(Trouble.DEADLINE, failure.message)
+        case FailureKind.INTERNAL if exhausted:
+            return Failed(Trouble.INTERNAL, failure.message)
+        case FailureKind.OVERLOADED if exhausted:
+            return Failed(Trouble.OVERLOADED, failure.message)
+        case _ if exhausted:
+            return Failed(Trouble.UNAVAILABLE, failure.message)
+        case _:
+            return None
+
+
+def _to_avoid(failure: LegFailure, query: PlacementQuery, placed: Placement) -> frozenset[str]:
+    """The workers to avoid next time: the one that failed, or both ends of a hand-off that did."""
+    if failure.kind is FailureKind.SOURCE_LOST and placed.prefill is not None:
+        return frozenset({placed.prefill})
+    workers = {query.leg_id(leg): worker_id for leg, worker_id in placed.legs()}
+    return frozenset({workers[failure.sequence_id]} if failure.sequence_id in workers else ())

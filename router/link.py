@@ -1,0 +1,178 @@
+"""The router's end of its one stream to one incarnation of one worker.
+
+Owns: the channel, the numbering of Submits, the mailbox of every leg that is on the worker.
+Refuses to know: placement, retries, what a request is beyond its legs.
+
+    CONNECTING --hello--> OPEN --stream ended, silence--> LOST     every mailbox then gets LegFailure(WORKER_LOST)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from baton.proto import worker_pb2 as wire
+from baton.proto import worker_pb2_grpc
+from baton.proto.messages import (
+    FailureKind,
+    LegFailure,
+    LoadReport,
+    Request,
+    TokenBatch,
+    WorkerDescription,
+    WorkerReport,
+)
+
+log = logging.getLogger(__name__)
+
+LegEvent = TokenBatch | LegFailure
+Mailbox = Callable[[LegEvent], None]
+
+# A cut cable shows within about three seconds, a killed process at once.
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class WorkerLink:
+    """See the module's drawing. Made by `open`; belongs to one event loop."""
+
+    def __init__(self, description: WorkerDescription, router_incarnation: str, silence_s: float) -> None:
+        self.description = description
+        self._router_incarnation = router_incarnation
+        self._silence_s = silence_s
+        self._outbox: asyncio.Queue[wire.RouterMessage] = asyncio.Queue()
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._resting = asyncio.Event()
+        self._last_number = 0
+        self._opened = asyncio.Event()
+        self._reported: Callable[[LoadReport], None] = lambda report: None
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task[None] | None = None
+
+    async def open(self, reported: Callable[[LoadReport], None], timeout_s: float) -> None:
+        """Connects; returns when the worker has said hello. Raises ConnectionError with the reason if it does not."""
+        self._reported = reported
+        self._task = asyncio.create_task(self._run())
+        opened = asyncio.create_task(self._opened.wait())
+        try:
+            await asyncio.wait({opened, self.lost}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            opened.cancel()
+        if not self._opened.is_set():
+            reason = self.lost.result() if self.lost.done() else f"no hello within {timeout_s:.1f} s"
+            await self.close()
+            raise ConnectionError(f"{self.description.worker_id} at {self.description.address}: {reason}")
+
+    async def close(self) -> None:
+        """Ends the stream: the worker aborts what this router has on it."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._end("closed by the router")
+
+    @property
+    def worker_id(self) -> str:
+        return self.description.worker_id
+
+    def submit(self, request: Request, mailbox: Mailbox) -> int:
+        """Sends a leg; returns the Submit's number. On a lost link the mailbox gets the failure at once."""
+        if self.lost.done():
+            mailbox(LegFailure(request.sequence_id, FailureKind.WORKER_LOST, self.lost.result()))
+            return self._last_number
+        self._last_number += 1
+        self._mailboxes[request.sequence_id] = mailbox
+        self._outbox.put_nowait(wire.RouterMessage(submit=request.to_wire(self._last_number)))
+        return self._last_number
+
+    def abort(self, sequence_id: str) -> None:
+        """Ends a leg and closes its mailbox. Unknown ids are ignored: the leg may have ended by itself."""
+        if self._mailboxes.pop(sequence_id, None) is not None and not self.lost.done():
+            self._outbox.put_nowait(wire.RouterMessage(abort=wire.AbortLeg(sequence_id=sequence_id)))
+        self._note_rest()
+
+    def forget(self, sequence_id: str) -> None:
+        """Closes the mailbox of a leg that has ended by itself."""
+        self._mailboxes.pop(sequence_id, None)
+        self._note_rest()
+
+    def set_draining(self, draining: bool) -> None:
+        self._outbox.put_nowait(wire.RouterMessage(draining=wire.SetDraining(draining=draining)))
+
+    async def rest(self, timeout_s: float) -> bool:
+        """Waits until no leg is on the worker; returns whether that came in time."""
+        self._resting = asyncio.Event()
+        self._note_rest()
+        try:
+            await asyncio.wait_for(self._resting.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    @property
+    def num_legs(self) -> int:
+        return len(self._mailboxes)
+
+    # --- the stream -------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        reason = "the stream ended"
+        try:
+            async with grpc.aio.insecure_channel(self.description.address, options=CHANNEL_OPTIONS) as channel:
+                stream = worker_pb2_grpc.WorkerStub(channel).Connect(self._outgoing())  # type: ignore[no-untyped-call]
+                reason = await self._read(stream)
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        except TimeoutError:
+            reason = f"silent for {self._silence_s:.1f} s"
+        self._end(reason)
+
+    async def _outgoing(self) -> AsyncIterator[wire.RouterMessage]:
+        yield wire.RouterMessage(hello=wire.RouterHello(router_incarnation=self._router_incarnation))
+        while True:
+            yield await self._outbox.get()
+
+    async def _read(self, stream: grpc.aio.StreamStreamCall) -> str:
+        while True:
+            message = await asyncio.wait_for(stream.read(), self._silence_s)
+            if message is grpc.aio.EOF:
+                return "the stream ended"
+            if message.HasField("hello"):
+                self.description = WorkerDescription.from_wire(message.hello.worker)
+                self._opened.set()
+                continue
+            report = WorkerReport.from_wire(message)
+            for batch in report.batches:
+                self._deliver(batch, ended=batch.finish_reason is not None)
+            for failure in report.failures:
+                self._deliver(failure, ended=True)
+            if report.load is not None:
+                self._reported(report.load)
+
+    def _deliver(self, event: LegEvent, ended: bool) -> None:
+        mailbox = self._mailboxes.pop(event.sequence_id, None) if ended else self._mailboxes.get(event.sequence_id)
+        self._note_rest()
+        if mailbox is not None:
+            mailbox(event)
+
+    def _note_rest(self) -> None:
+        if not self._mailboxes:
+            self._resting.set()
+
+    def _end(self, reason: str) -> None:
+        if self.lost.done():
+            return
+        self.lost.set_result(reason)
+        mailboxes, self._mailboxes = self._mailboxes, {}
+        self._note_rest()
+        for sequence_id, mailbox in mailboxes.items():
+            mailbox(LegFailure(sequence_id, FailureKind.WORKER_LOST, f"{self.worker_id} was lost: {reason}"))

@@ -1,0 +1,96 @@
+"""The least predicted work: each (prefill, decode) pair and each whole is scored in tokens, the lowest score wins.
+
+    score = tokens queued + tokens of this prompt to compute     at the worker that computes the prompt
+          + tokens of the prompt for which it has no room        they wait for others to leave
+          + decode load x one step of tokens                     a full decode worker costs as much as one step
+          + KV tokens to move x MOVE_COST                        between machines; a tenth of that within one
+
+Equal scores rotate. Owns: the score and the turn. Refuses to know: who is allowed (`router.placement`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from random import Random
+
+from baton.proto.messages import Role
+from baton.router.placement import (
+    Candidate,
+    Placement,
+    PlacementQuery,
+    able_to_decode,
+    able_to_prefill,
+    able_to_serve,
+)
+
+MOVE_COST = 0.1
+MOVE_COST_WITHIN_HOST = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    score: float
+    source: Candidate
+    sink: Candidate | None
+
+
+class Policy:
+    def __init__(self, random: Random) -> None:
+        self._turn = random.randrange(1 << 16)
+
+    def choose(self, query: PlacementQuery, prefill: list[Candidate], decode: list[Candidate]) -> Placement | None:
+        able = able_to_serve(query, prefill, decode)
+        return self._best(_choices(query, self._rotated(able.sources), self._rotated(able.sinks)))
+
+    def choose_prefill(self, query: PlacementQuery, prefill: list[Candidate]) -> Placement | None:
+        sources = self._rotated(able_to_prefill(query, prefill))
+        return self._best(_Choice(_source_score(query, source), source, None) for source in sources)
+
+    def choose_decode(self, query: PlacementQuery, decode: list[Candidate]) -> Placement | None:
+        sinks = self._rotated(able_to_decode(query, decode))
+        if not sinks:
+            return None
+        self._turn += 1
+        best = min(sinks, key=lambda sink: _decode_score(query, sink) + MOVE_COST * sink.uncached_tokens)
+        return Placement(decode=best.worker_id, reason=f"least full: {best.decode_load:.2f}")
+
+    def _rotated(self, candidates: list[Candidate]) -> list[Candidate]:
+        start = self._turn % len(candidates) if candidates else 0
+        return candidates[start:] + candidates[:start]
+
+    def _best(self, choices: Iterable[_Choice]) -> Placement | None:
+        best = min(choices, key=lambda choice: choice.score, default=None)
+        if best is None:
+            return None
+        self._turn += 1
+        return Placement.of(best.source, best.sink, f"least work: {best.score:.0f} tokens")
+
+
+def _choices(query: PlacementQuery, sources: list[Candidate], sinks: list[Candidate]) -> Iterator[_Choice]:
+    decode_scores = [_decode_score(query, sink) for sink in sinks]
+    for source in sources:
+        score = _source_score(query, source)
+        if source.view.role is Role.COLOCATED:
+            yield _Choice(score, source, None)
+            continue
+        for sink, decode_score in zip(sinks, decode_scores, strict=True):
+            yield _Choice(score + decode_score + _move_score(source, sink), source, sink)
+
+
+def _source_score(query: PlacementQuery, source: Candidate) -> float:
+    score: float = source.prefill_work + max(0, query.num_tokens - source.view.free_kv_tokens)
+    return score + _decode_score(query, source) if source.view.role is Role.COLOCATED else score
+
+
+def _decode_score(query: PlacementQuery, sink: Candidate) -> float:
+    """How full the worker is with this request on it, in tokens of one step."""
+    view = sink.view
+    kv_load = 1.0 - (view.free_kv_tokens - query.expected_tokens) / max(view.total_kv_tokens, 1)
+    seat_load = (view.running + 1) / max(view.max_num_seqs, 1)
+    return max(kv_load, seat_load) * view.max_num_batched_tokens
+
+
+def _move_score(source: Candidate, sink: Candidate) -> float:
+    cost = MOVE_COST_WITHIN_HOST if source.view.host == sink.view.host else MOVE_COST
+    return cost * sink.uncached_tokens

@@ -1,0 +1,60 @@
+"""Which worker probably has which prefix in its cache, as far as this router sent it there.
+
+Owns: one bounded set of block hashes a worker, least recently used out first.
+Refuses to know: tokens, how hashes are made, and what the worker has evicted meanwhile: an answer is a guess that costs
+only time when it is wrong.
+
+A hash chains all tokens before it, so a block is worth nothing without its ancestors. `record` touches a chain from its
+end to its start, hence an ancestor is always younger than its descendants, eviction takes the deepest first, and what
+is left of a chain is a prefix of it:
+
+    chain   h0 h1 h2 h3 h4
+    held     x  x  x  .  .      -> match 3, found by bisection
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+
+DEFAULT_BLOCKS_PER_WORKER = 65_536
+
+
+class PrefixIndex:
+    def __init__(self, blocks_per_worker: int = DEFAULT_BLOCKS_PER_WORKER) -> None:
+        self._blocks_per_worker = blocks_per_worker
+        self._held: dict[str, OrderedDict[Hashable, None]] = {}
+
+    def record(self, worker_id: str, hashes: Sequence[Hashable]) -> None:
+        """The worker is about to have these blocks, the chain from its first block on."""
+        held = self._held.setdefault(worker_id, OrderedDict())
+        for block_hash in reversed(hashes[: self._blocks_per_worker]):
+            held[block_hash] = None
+            held.move_to_end(block_hash)
+        while len(held) > self._blocks_per_worker:
+            held.popitem(last=False)
+
+    def match(self, worker_id: str, hashes: Sequence[Hashable]) -> int:
+        """Number of leading blocks of the chain that the worker probably has."""
+        held = self._held.get(worker_id)
+        if not held:
+            return 0
+        low, high = 0, len(hashes)
+        while low < high:
+            middle = (low + high) // 2
+            if hashes[middle] in held:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def uncached_tokens(self, worker_id: str, hashes: Sequence[Hashable], num_tokens: int, block_size: int) -> int:
+        """Tokens that the worker would have to compute: the last one always is."""
+        return max(1, num_tokens - self.match(worker_id, hashes) * block_size)
+
+    def drop(self, worker_id: str) -> None:
+        """The worker is gone, and its cache with it."""
+        self._held.pop(worker_id, None)
+
+    def size(self, worker_id: str) -> int:
+        return len(self._held.get(worker_id, ()))

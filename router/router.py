@@ -1,0 +1,151 @@
+"""What one router process knows and shares between its gateway and its fleet.
+
+Owns: the load book, the dispatch queue, the links to workers, whether it is ready or draining.
+Refuses to know: gRPC faces (`gateway`), processes (`fleet`), the steps of one request (`journey`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Hashable
+from contextlib import aclosing
+from random import Random
+
+from baton.proto.messages import LoadReport, Role, Sampling
+from baton.router.admission import ModelLimits
+from baton.router.config import ClusterConfig
+from baton.router.dispatch import Dispatcher, DispatchQueue
+from baton.router.journey import Ended, Errand, Journey, JourneySettings
+from baton.router.link import WorkerLink
+from baton.router.load import LoadBook
+from baton.router.placement import load_policy
+from baton.router.prefix_index import PrefixIndex
+from baton.router.tokenizer import Tokenizer
+from baton.scheduler.blocks import prefix_hashes
+
+log = logging.getLogger(__name__)
+
+
+class Router:
+    """One router's state; belongs to one event loop."""
+
+    def __init__(self, config: ClusterConfig, tokenizer: Tokenizer) -> None:
+        settings = config.router
+        self.config = config
+        self.incarnation = secrets.token_hex(8)
+        self.started_s = time.monotonic()
+        self.tokenizer = tokenizer
+        self.book = LoadBook(settings.credit_steps)
+        self.index = PrefixIndex()
+        queue = DispatchQueue(self.book, self.index, load_policy(settings.policy, Random()), settings, time.monotonic())
+        self.dispatcher = Dispatcher(queue, self.book, time.monotonic)
+        self.links: dict[str, WorkerLink] = {}
+        self.draining = False
+        self.ready = asyncio.Event()
+        self.num_running = 0
+        self.num_requests = 0
+        self.num_retries = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._journey_numbers = itertools.count(1)
+        self._block_size = config.pools[0].engine.block_size
+
+    # --- workers ----------------------------------------------------------------------------------------------------
+
+    def connect(self, link: WorkerLink) -> None:
+        """A worker is there: placement may use it."""
+        self.links[link.worker_id] = link
+        self.book.add_worker(link.description)
+        self.dispatcher.wake()
+
+    def disconnect(self, link: WorkerLink) -> None:
+        """A worker is lost. Its legs have failed by now; what it had cached is gone."""
+        if self.links.get(link.worker_id) is link:
+            del self.links[link.worker_id]
+            self.book.remove_worker(link.worker_id)
+            self.index.drop(link.worker_id)
+            self.dispatcher.wake()
+
+    def reported(self, report: LoadReport) -> None:
+        if self.book.report(report, time.monotonic()):
+            self.dispatcher.wake()
+
+    def limits(self) -> ModelLimits:
+        """What a request may ask for, given the workers that are there."""
+        descriptions = [link.description for link in self.links.values()]
+        lengths = [description.max_model_len for description in descriptions]
+        pools = [description.num_blocks * description.block_size for description in descriptions]
+        return ModelLimits(
+            vocab_size=min((description.vocab_size for description in descriptions), default=self.tokenizer.vocab_size),
+            max_model_len=min(lengths, default=self.tokenizer.max_position_embeddings or 2048),
+            eos_token_ids=tuple(self.tokenizer.eos_token_ids),
+            max_pool_tokens=min(pools, default=None),
+        )
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def journey(self, errand: Errand) -> Journey:
+        def hashes(token_ids: tuple[int, ...]) -> tuple[Hashable, ...]:
+            return tuple(prefix_hashes(token_ids, self._block_size, errand.cache_salt, errand.adapter))
+
+        settings = JourneySettings(
+            late=self.config.router.binding == "late", max_retries=self.config.router.max_retries
+        )
+        return Journey(errand, self.dispatcher, self.links, self.book, hashes, settings, time.monotonic)
+
+    def new_journey_id(self) -> str:
+        """Unique in the cluster: the router's incarnation and a number."""
+        return f"{self.incarnation[:8]}-{next(self._journey_numbers)}"
+
+    def begin(self) -> None:
+        """Counts a client's request in."""
+        self.num_requests += 1
+        self.num_running += 1
+        self._idle.clear()
+
+    def end(self, num_retries: int) -> None:
+        """Counts it out, on every way."""
+        self.num_retries += num_retries
+        self.num_running -= 1
+        if self.num_running == 0:
+            self._idle.set()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Takes no more requests; returns whether those in progress ended in time."""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def prove_ready(self) -> None:
+        """Sends one small request of its own through every pair of workers that a placement could choose.
+
+        Ready means that a transfer has worked. Raises RuntimeError with the reason if one does not.
+        """
+        token_ids = tuple(self.tokenizer.encode("ready")) or (0,)
+        for _ in range(self._num_proofs()):
+            errand = Errand(
+                journey_id=self.new_journey_id(),
+                prompt_token_ids=token_ids,
+                sampling=Sampling(temperature=0.0, max_tokens=2),
+                arrived_s=time.monotonic(),
+                deadline_s=time.monotonic() + self.config.router.worker_start_timeout_s,
+                cache_salt="ready",
+            )
+            last = None
+            async with aclosing(self.journey(errand).run()) as pieces:
+                async for piece in pieces:
+                    last = piece
+            if not isinstance(last, Ended):
+                raise RuntimeError(f"the first request did not go through: {last}")
+        self.ready.set()
+
+    def _num_proofs(self) -> int:
+        sizes = {role: sum(pool.size for pool in self.config.pools if pool.role is role) for role in Role}
+        return max(1, sizes[Role.PREFILL], sizes[Role.DECODE], sizes[Role.COLOCATED])

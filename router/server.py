@@ -1,0 +1,90 @@
+"""The router's gRPC server: its services, health and reflection, from open port to drained.
+
+Owns: what listens on the port and what `grpc.health.v1` says. Refuses to know: requests, workers.
+
+    bound, NOT_SERVING -> a request of its own went through: SERVING -> draining: NOT_SERVING -> stopped
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from baton.proto import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from baton.router.cluster import ClusterService, Workforce
+from baton.router.config import RouterSettings
+from baton.router.gateway import InferenceService
+from baton.router.router import Router
+
+log = logging.getLogger(__name__)
+
+INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+CLUSTER = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name
+
+
+class PortTaken(Exception):
+    """The router's port cannot be bound."""
+
+
+class RouterServer:
+    """Serves one `Router` on its configured port."""
+
+    def __init__(self, router: Router, workforce: Workforce) -> None:
+        self._router = router
+        self._workforce = workforce
+        self._health = health.aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+
+    async def open(self, settings: RouterSettings, patience_s: float = 0.0) -> str:
+        """Binds and starts; returns the address. Raises PortTaken if the port stays taken for `patience_s`."""
+        deadline = asyncio.get_running_loop().time() + patience_s
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        while True:
+            server = grpc.aio.server(
+                options=(
+                    ("grpc.so_reuseport", 0),
+                    ("grpc.max_receive_message_length", settings.max_message_mib << 20),
+                    ("grpc.max_send_message_length", settings.max_message_mib << 20),
+                    ("grpc.keepalive_time_ms", 10_000),
+                    ("grpc.keepalive_timeout_ms", 5_000),
+                    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+                    ("grpc.keepalive_permit_without_calls", 1),
+                )
+            )
+            try:
+                port = server.add_insecure_port(f"{host}:{settings.port}")
+                break
+            except RuntimeError as error:
+                if asyncio.get_running_loop().time() >= deadline:
+                    raise PortTaken(f"{host}:{settings.port} cannot be bound: is another process using it?") from error
+                await asyncio.sleep(0.1)
+        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(self._router), server)
+        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterService(self._router, self._workforce), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (INFERENCE, CLUSTER, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await server.start()
+        self._server = server
+        return f"{host}:{port}"
+
+    async def mark_ready(self) -> None:
+        """A request has gone through: health says SERVING from now on."""
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Health says NOT_SERVING, new requests are refused; returns whether those in progress ended in time."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        return await self._router.drain(timeout_s)
+
+    async def close(self, grace_s: float = 0.5) -> None:
+        if self._server is not None:
+            await self._server.stop(grace_s)
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for name in ("", INFERENCE, CLUSTER):
+            await self._health.set(name, status)

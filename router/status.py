@@ -1,0 +1,62 @@
+"""Errors in the form that gRPC clients read: a status code, a message, and google.rpc details.
+
+Owns: the translation of refusals and troubles to status codes. Refuses to know: what caused them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import grpc
+from google.protobuf.any_pb2 import Any
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from baton.router.admission import FieldViolation
+from baton.router.journey import Failed, Trouble
+
+CODES = {
+    Trouble.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    Trouble.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Trouble.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    Trouble.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Trouble.INTERNAL: grpc.StatusCode.INTERNAL,
+}
+
+
+async def refuse_fields(context: grpc.aio.ServicerContext, violations: Sequence[FieldViolation]) -> NoReturn:
+    """INVALID_ARGUMENT with a BadRequest that names every field."""
+    detail = error_details_pb2.BadRequest(
+        field_violations=[
+            error_details_pb2.BadRequest.FieldViolation(field=violation.field, description=violation.description)
+            for violation in violations
+        ]
+    )
+    message = "; ".join(violation.description for violation in violations)
+    await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, message, detail)
+
+
+async def refuse_failed(context: grpc.aio.ServicerContext, failed: Failed, request_id: str) -> NoReturn:
+    """The trouble's code, with RetryInfo where waiting helps and the request's id where a person must look."""
+    details: list[Message] = []
+    if failed.retry_after_s is not None:
+        seconds = int(failed.retry_after_s)
+        delay = Duration(seconds=seconds, nanos=int((failed.retry_after_s - seconds) * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    if failed.trouble is Trouble.INTERNAL:
+        details.append(error_details_pb2.RequestInfo(request_id=request_id))
+    message = failed.message if failed.trouble is not Trouble.INTERNAL else f"request {request_id}: {failed.message}"
+    await refuse(context, CODES[failed.trouble], message, *details)
+
+
+async def refuse(context: grpc.aio.ServicerContext, code: grpc.StatusCode, message: str, *details: Message) -> NoReturn:
+    """Ends the call with a status and its details."""
+    status = status_pb2.Status(code=code.value[0], message=message)
+    for detail in details:
+        packed = Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    await context.abort(code, message, trailing_metadata=(("grpc-status-details-bin", status.SerializeToString()),))
+    raise AssertionError("abort returns never")

@@ -1,0 +1,635 @@
+"""What a worker computes next: one class for prefill, decode and co-located workers.
+
+Owns: every sequence of the worker from `add` to its end, the block pool, and all decisions about both.
+Refuses to know: clocks, devices, wires, and who asks. Time comes in as `now`; decisions go out as values.
+
+There is no prefill phase and no decode phase, only a deficit: a sequence tries to catch up with its number of tokens,
+and each step hands out tokens under a budget.
+
+    add, announce, land, release, abort, settle      from the worker, between steps
+    plan(now) -> Step                                computed tokens advance here, so that a further step may be planned
+    commit(step, result, now) -> events              tokens are appended, full blocks get their names, sequences end
+
+Three rules make every sequence that fits the pool finish. One order, the policy's, rules running, waiting and
+preemption, so the first sequence of all is never set back for another. A sequence is admitted only with blocks for all
+its known tokens, so whoever runs can compute its prompt. One that finds no block takes it from the last in order that
+would free one, never from one ahead of it; if there is none it keeps what it has and skips the step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from importlib import import_module
+
+from baton.proto.messages import FailureKind, FinishReason, Leg, Request, Role
+from baton.proto.settings import SchedulerSettings
+from baton.scheduler.blocks import BlockPool, extend_prefix_hashes
+from baton.scheduler.plan import Chunk, Emitted, Progressed, Step, StepResult
+from baton.scheduler.queue import SequenceQueue
+from baton.scheduler.sequence import Sequence, State
+
+# Blocks that must stay available for each sequence in flight when one whose output grows is admitted. A preempted
+# sequence comes back only when those who stayed can all grow by that much, so it is not thrown out again at once.
+LOW_WATER_BLOCKS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The limits of one worker. `settings.policy` is the name of a module in `baton.scheduler.policies`."""
+
+    role: Role
+    num_blocks: int
+    max_model_len: int
+    block_size: int = 16
+    settings: SchedulerSettings = field(default_factory=SchedulerSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request was not taken in."""
+
+    kind: FailureKind
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLoad:
+    """How busy a scheduler is; the fields mean what those of `LoadReport` mean.
+
+    `running` counts LANDED too, `waiting` all who hold no blocks, `free_blocks` the evictable ones too.
+    """
+
+    running: int
+    waiting: int
+    receiving: int
+    exported: int
+    queued_tokens: int
+    running_context_tokens: int
+    total_blocks: int
+    free_blocks: int
+    held_blocks: int
+    cached_blocks: int
+    lent_blocks: int
+    quarantined_blocks: int
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Counts since the start; the fields mean what those of `WorkerCounters` mean. Only the scheduler writes to them.
+
+    `steps` and the budgets count steps that compute something.
+    """
+
+    steps: int = 0
+    budget_tokens_used: int = 0
+    budget_tokens_offered: int = 0
+    prompt_tokens_computed: int = 0
+    prompt_tokens_cached: int = 0
+    tokens_recomputed: int = 0
+    tokens_generated: int = 0
+    preemptions_recompute: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    requests_finished: int = 0
+    requests_aborted: int = 0
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A step that was planned and not committed, who has left it since, and blocks that it may still write to."""
+
+    step: Step
+    departed: set[Sequence] = field(default_factory=set)
+    block_ids: list[int] = field(default_factory=list)
+
+
+class Scheduler:
+    """Decides; see the file's docstring. One thread owns it."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        settings = config.settings
+        self.config = config
+        self.pool = BlockPool(config.num_blocks)
+        self.counters = SchedulerCounters()
+        self._block_size = config.block_size
+        self._chunk_limit = settings.long_prefill_token_threshold or sys.maxsize
+        order = import_module(f"baton.scheduler.policies.{settings.policy}").order
+        self._sequences: dict[str, Sequence] = {}
+        self._waiting = SequenceQueue(order)  # WAITING and PREEMPTED
+        self._running = SequenceQueue(order)  # RUNNING and LANDED
+        self._landed: list[Sequence] = []
+        self._num_receiving = 0
+        self._num_exported = 0
+        self._num_added = 0
+        self._num_planned = 0
+        self._queued_tokens = 0
+        self._running_context_tokens = 0
+        self._in_flight: dict[int, _InFlight] = {}  # by number of the step, oldest first
+        self._unsettled: dict[str, list[int]] = {}  # quarantined blocks by the sequence whose pulls may write to them
+        self._at_rest = True  # the last plan could do nothing, and nothing has happened since
+
+    # --- what the worker tells ---------------------------------------------------------------------------------------
+
+    def add(self, request: Request, now: float) -> Sequence | Refusal:
+        """Takes a request in, or says why it can never run here."""
+        refusal = self._why_never(request)
+        if refusal:
+            return Refusal(FailureKind.REFUSED, refusal)
+        sequence = Sequence(request, self._num_added, now)
+        sequence.max_total_tokens = min(sequence.max_total_tokens, self.config.max_model_len)
+        self._num_added += 1
+        self._sequences[sequence.sequence_id] = sequence
+        self._queued_tokens += sequence.num_queued_tokens
+        if self._looks_up(sequence):
+            self._hashes(sequence)
+        if sequence.state is State.WAITING:
+            self._waiting.add(sequence)
+            self._at_rest = False
+        return sequence
+
+    def announce(self, sequence_id: str) -> bool:
+        """The source of an EXPECTED sequence has KV for it: it may wait for blocks now. False if it is not EXPECTED."""
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None or sequence.state is not State.EXPECTED:
+            return False
+        sequence.move_to(State.WAITING)
+        self._waiting.add(sequence)
+        self._at_rest = False
+        return True
+
+    def land(self, sequence_id: str, next_token: int, num_transferred_tokens: int, now: float) -> bool:
+        """All KV of a RECEIVING sequence's `len(token_ids)` tokens is in its blocks. False if it is not RECEIVING.
+
+        `next_token` was sampled, and given to the client, by the prefill leg. If it is the last one, the sequence is
+        FINISHED.
+        """
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None or sequence.state is not State.RECEIVING:
+            return False
+        self._num_receiving -= 1
+        self._at_rest = False
+        sequence.landed_s = now
+        sequence.num_transferred_tokens = num_transferred_tokens
+        sequence.num_computed_tokens = len(sequence.token_ids)
+        self._name_full_blocks(sequence, sequence.num_computed_tokens)
+        sequence.token_ids.append(next_token)
+        sequence.finish_reason = _finish_reason(sequence, next_token)
+        if sequence.finish_reason is not None:
+            self._give_back(sequence)
+            self._end(sequence, State.FINISHED, now)
+            return True
+        sequence.move_to(State.LANDED)
+        self._landed.append(sequence)
+        self._running.add(sequence)
+        self._running_context_tokens += sequence.num_computed_tokens
+        return True
+
+    def release(self, sequence_id: str, now: float) -> bool:
+        """Nobody reads an EXPORTED sequence's blocks any more: it is FINISHED. False if it is not EXPORTED."""
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None or sequence.state is not State.EXPORTED:
+            return False
+        self._num_exported -= 1
+        self.pool.reclaim(sequence.block_ids)
+        self._give_back(sequence)
+        self._end(sequence, State.FINISHED, now)
+        return True
+
+    def abort(self, sequence_id: str, now: float) -> Sequence | None:
+        """Ends a sequence in whatever state it is; None if there is none.
+
+        Blocks that a pull may still write to stay quarantined until `settle`, blocks that a step in flight may still
+        write to until its commit.
+        """
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            return None
+        state = sequence.state
+        if state is State.WAITING or state is State.PREEMPTED:
+            self._waiting.remove(sequence)
+        elif state is State.RECEIVING:
+            self._num_receiving -= 1
+            self._unsettled[sequence_id] = self._quarantine_from(sequence, sequence.num_cached_blocks)
+            self._give_back(sequence)
+        elif state is State.RUNNING or state is State.LANDED:
+            self._stop_running(sequence)
+            self._give_back(sequence)
+        elif state is State.EXPORTED:
+            self._num_exported -= 1
+            self.pool.reclaim(sequence.block_ids)
+            self._give_back(sequence)
+        self._end(sequence, State.ABORTED, now)
+        return sequence
+
+    def settle(self, sequence_id: str) -> bool:
+        """No pull writes to an aborted sequence's blocks any more. False if there are none."""
+        block_ids = self._unsettled.pop(sequence_id, None)
+        if block_ids is None:
+            return False
+        self.pool.settle(block_ids)
+        self._at_rest = False
+        return True
+
+    # --- what the worker asks ----------------------------------------------------------------------------------------
+
+    def get(self, sequence_id: str) -> Sequence | None:
+        """The sequence, unless it has ended."""
+        return self._sequences.get(sequence_id)
+
+    def has_work(self) -> bool:
+        """Whether `plan` might do something now. False once a plan has come out empty, until something happens."""
+        return not self._at_rest and len(self._running) + len(self._waiting) > 0
+
+    def load(self) -> SchedulerLoad:
+        pool = self.pool
+        num_holding = len(self._running) + self._num_receiving + self._num_exported
+        return SchedulerLoad(
+            running=len(self._running),
+            waiting=len(self._sequences) - num_holding,
+            receiving=self._num_receiving,
+            exported=self._num_exported,
+            queued_tokens=self._queued_tokens,
+            running_context_tokens=self._running_context_tokens,
+            total_blocks=pool.num_blocks,
+            free_blocks=pool.num_available,
+            held_blocks=pool.num_held,
+            cached_blocks=pool.num_cached,
+            lent_blocks=pool.num_lent,
+            quarantined_blocks=pool.num_quarantined,
+        )
+
+    # --- the step ----------------------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> Step:
+        """Decides what to compute next: first who runs, in order, then who waits, if no blocks were short."""
+        offered = budget = self.config.settings.max_num_batched_tokens
+        block_size = self._block_size
+        chunks: list[Chunk] = []
+        preempted: list[Sequence] = []
+        reserved: list[Sequence] = []
+        short_of_blocks = budget_cut = False
+        for sequence in self._running.sequences:  # `_grow` may shorten it, but only behind `sequence`
+            start = sequence.num_computed_tokens
+            end = length = len(sequence.token_ids)
+            if end - start != 1 or not budget:
+                end = self._chunk_end(start, length, budget)
+                budget_cut = budget_cut or budget < min(length - start, self._chunk_limit)
+                if end == start:
+                    continue
+            if end > len(sequence.block_ids) * block_size and not self._grow(sequence, end, preempted):
+                short_of_blocks = True
+                continue
+            sequence.num_computed_tokens = end
+            budget -= end - start
+            chunks.append(Chunk(sequence, start, end - start, end == length))
+            if sequence.num_queued_tokens:
+                self._count_prompt_tokens(sequence, start, end)
+        if self._landed:
+            self._start_landed(now)
+        if not preempted and not short_of_blocks:
+            # What rounding to a block's end has left of the budget is no chunk to begin a prompt with.
+            budget = self._admit(chunks, reserved, 0 if budget_cut else budget, now)
+        return self._planned(chunks, preempted, reserved, offered)
+
+    def commit(self, step: Step, result: StepResult, now: float) -> list[Emitted | Progressed]:
+        """Takes in what a step has computed; passes over sequences that were preempted or aborted since its plan."""
+        events: list[Emitted | Progressed] = []
+        if not step.chunks:
+            return events
+        in_flight = self._in_flight.pop(step.number)
+        departed = in_flight.departed
+        block_size = self._block_size
+        prefill = Leg.PREFILL
+        num_sampled = 0
+        self._at_rest = False
+        for (sequence, start, num_tokens, samples), token in zip(step.chunks, result.token_ids, strict=True):
+            if departed and sequence in departed:
+                continue
+            end = start + num_tokens
+            if num_tokens > 1 or not end % block_size:
+                self._name_full_blocks(sequence, end)
+            if sequence.leg is prefill:
+                events.append(Progressed(sequence, end))
+            if not samples:
+                continue
+            token_ids = sequence.token_ids
+            token_ids.append(token)
+            num_sampled += 1
+            finish = None
+            if token in sequence.stop_token_ids or len(token_ids) >= sequence.max_total_tokens:
+                finish = _finish_reason(sequence, token)
+            if finish is not None:
+                sequence.finish_reason = finish
+                self._stop_running(sequence)
+                self._give_back(sequence)
+                self._end(sequence, State.FINISHED, now)
+            elif sequence.leg is prefill:
+                self._stop_running(sequence)
+                self._num_exported += 1
+                sequence.move_to(State.EXPORTED)
+                self.pool.lend(sequence.block_ids)
+            events.append(Emitted(sequence, token, finish))
+        self.counters.tokens_generated += num_sampled
+        self.pool.settle(in_flight.block_ids)
+        return events
+
+    # --- admission ---------------------------------------------------------------------------------------------------
+
+    def _why_never(self, request: Request) -> str:
+        """The reason why a request can never run here; empty if it can."""
+        sequence_id, sampling = request.sequence_id, request.sampling
+        num_tokens, num_prompt_tokens = len(request.token_ids), request.num_prompt_tokens
+        if sequence_id in self._sequences or sequence_id in self._unsettled:
+            return f"sequence {sequence_id} is here already"
+        if not 0 < num_prompt_tokens <= num_tokens:
+            return (
+                f"{num_tokens} tokens with a prompt of {num_prompt_tokens}: the prompt must be 1 to {num_tokens} long"
+            )
+        if num_tokens - num_prompt_tokens >= sampling.max_tokens:
+            return (
+                f"{num_tokens - num_prompt_tokens} output tokens of max_tokens {sampling.max_tokens} are there already"
+            )
+        if request.leg is Leg.PREFILL:
+            most, what = num_tokens, f"{num_tokens} tokens"
+        else:
+            most = num_prompt_tokens + sampling.max_tokens
+            what = f"a prompt of {num_prompt_tokens} tokens and max_tokens {sampling.max_tokens}"
+        if most > self.config.max_model_len:
+            return f"{what} exceed max_model_len {self.config.max_model_len}"
+        if self._num_blocks_for(most) > self.config.num_blocks:
+            return f"{what} need {self._num_blocks_for(most)} blocks, the pool has {self.config.num_blocks}"
+        return ""
+
+    def _admit(self, chunks: list[Chunk], reserved: list[Sequence], budget: int, now: float) -> int:
+        """Gives blocks to those who wait, in order, until one of them must go on waiting. Returns the budget left."""
+        waiting = self._waiting
+        while waiting.sequences and len(self._running) + self._num_receiving < self.config.settings.max_num_seqs:
+            sequence = waiting.first
+            receives = sequence.leg is Leg.DECODE and sequence.state is State.WAITING
+            if not receives and not budget:
+                break
+            if not self._hold_blocks(sequence, receives):
+                break
+            waiting.remove(sequence)
+            if receives:
+                sequence.move_to(State.RECEIVING)
+                self._num_receiving += 1
+                reserved.append(sequence)
+                continue
+            sequence.move_to(State.RUNNING)
+            if sequence.first_run_s is None:
+                sequence.first_run_s = now
+            start, length = sequence.num_computed_tokens, len(sequence.token_ids)
+            end = self._chunk_end(start, length, budget)
+            budget_cut = budget < min(length - start, self._chunk_limit)
+            chunks.append(Chunk(sequence, start, end - start, end == length))
+            self._running.add(sequence)
+            self._running_context_tokens += start
+            self._count_prompt_tokens(sequence, start, end)
+            sequence.num_computed_tokens = end
+            budget = 0 if budget_cut else budget - (end - start)
+        return budget
+
+    def _hold_blocks(self, sequence: Sequence, receives: bool) -> bool:
+        """Gives a sequence blocks for all its known tokens and one to come, the prefix cache's first; False if short.
+
+        A receiving sequence needs no logits, so it may find all its full blocks; others compute their last token.
+        """
+        pool, length = self.pool, len(sequence.token_ids)
+        grows = sequence.leg is not Leg.PREFILL
+        num_reusable = (length if receives else length - 1) // self._block_size
+        looks_up = self._looks_up(sequence)
+        hits = pool.match(self._hashes(sequence)[:num_reusable]) if looks_up else []
+        num_fresh = self._num_blocks_for(length + 1 if grows else length) - len(hits)
+        low_water = LOW_WATER_BLOCKS * (len(self._running) + self._num_receiving) if grows else 0
+        if num_fresh + pool.count_cached(hits) + low_water > pool.num_available:
+            return False
+        pool.hold(hits)
+        sequence.block_ids = hits + pool.allocate(num_fresh)
+        num_hit_tokens = len(hits) * self._block_size
+        sequence.num_cached_blocks = len(hits)
+        sequence.num_computed_tokens = num_hit_tokens
+        if looks_up:
+            self.counters.prefix_queries += length
+            self.counters.prefix_hits += num_hit_tokens
+        if not sequence.num_preemptions:
+            sequence.num_cached_tokens = num_hit_tokens
+            self.counters.prompt_tokens_cached += num_hit_tokens
+        if sequence.num_queued_tokens:
+            sequence.num_queued_tokens -= num_hit_tokens
+            self._queued_tokens -= num_hit_tokens
+        return True
+
+    def _looks_up(self, sequence: Sequence) -> bool:
+        """Who is asked for the log-probabilities of its prompt must compute all of it."""
+        wants_all_logits = sequence.sampling.prompt_logprobs is not None and sequence.leg is not Leg.DECODE
+        return self.config.settings.prefix_cache and not wants_all_logits
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    def _chunk_end(self, start: int, length: int, budget: int) -> int:
+        """Where the next chunk of tokens [start, length) ends: at a block's end, if it is cut and has one in it.
+
+        start       limit or budget
+          |...|.......|..|.....|  length
+              ^ block ^ the chunk ends here
+        """
+        end = start + min(length - start, self._chunk_limit, budget)
+        if end < length and end - start >= self._block_size:
+            end -= end % self._block_size
+        return end
+
+    def _grow(self, sequence: Sequence, num_tokens: int, preempted: list[Sequence]) -> bool:
+        """Gives a running sequence blocks for `num_tokens` tokens, at the cost of those behind it; False if short."""
+        num_blocks = self._num_blocks_for(num_tokens) - len(sequence.block_ids)
+        while self.pool.num_available < num_blocks:
+            victim = self._last_that_frees(sequence)
+            if victim is None:
+                return False
+            self._preempt(victim)
+            preempted.append(victim)
+        sequence.block_ids.extend(self.pool.allocate(num_blocks))
+        return True
+
+    def _last_that_frees(self, ahead: Sequence) -> Sequence | None:
+        """The last in order, behind `ahead`, whose preemption would make a block available now."""
+        for sequence in reversed(self._running.sequences):
+            if sequence is ahead:
+                return None
+            settled = sequence.block_ids[: self._first_block_in_flight(sequence)]
+            if not all(map(self.pool.is_shared, reversed(settled))):
+                return sequence
+        return None
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Takes a sequence's blocks; it waits again, for all its tokens, at its old place in the order."""
+        lost, length = sequence.num_computed_tokens, len(sequence.token_ids)
+        self._stop_running(sequence)
+        self._give_back(sequence)
+        sequence.move_to(State.PREEMPTED)
+        sequence.num_preemptions += 1
+        sequence.num_lost_tokens = max(sequence.num_lost_tokens, lost)
+        self._queued_tokens += length - sequence.num_queued_tokens
+        sequence.num_queued_tokens = length
+        sequence.num_computed_tokens = 0
+        sequence.num_cached_blocks = 0
+        self.counters.preemptions_recompute += 1
+        self._waiting.add(sequence)
+
+    def _start_landed(self, now: float) -> None:
+        """Those LANDED that have got their first chunk are RUNNING."""
+        for sequence in [each for each in self._landed if each.num_computed_tokens == len(each.token_ids)]:
+            sequence.move_to(State.RUNNING)
+            sequence.first_run_s = now
+            self._landed.remove(sequence)
+
+    def _count_prompt_tokens(self, sequence: Sequence, start: int, end: int) -> None:
+        """Tokens [start, end) of those that a sequence brought when it began to wait are in a step."""
+        sequence.num_queued_tokens -= end - start
+        self._queued_tokens -= end - start
+        fresh = max(start, min(end, sequence.num_lost_tokens))
+        sequence.num_recomputed_tokens += fresh - start
+        self.counters.tokens_recomputed += fresh - start
+        self.counters.prompt_tokens_computed += max(0, min(end, len(sequence.request.token_ids)) - fresh)
+
+    def _planned(self, chunks: list[Chunk], preempted: list[Sequence], reserved: list[Sequence], offered: int) -> Step:
+        num_tokens = sum([chunk[2] for chunk in chunks])
+        self._num_planned += 1
+        step = Step(self._num_planned, chunks, num_tokens, preempted, reserved)
+        self._at_rest = not (chunks or preempted or reserved)
+        if chunks:
+            self._in_flight[step.number] = _InFlight(step)
+            self._running_context_tokens += num_tokens
+            self.counters.steps += 1
+            self.counters.budget_tokens_used += num_tokens
+            self.counters.budget_tokens_offered += offered
+        return step
+
+    # --- content names -----------------------------------------------------------------------------------------------
+
+    def _hashes(self, sequence: Sequence) -> list[bytes]:
+        """The names of all full blocks of a sequence's tokens so far."""
+        request = sequence.request
+        extend_prefix_hashes(
+            sequence.prefix_hashes, sequence.token_ids, self._block_size, request.cache_salt, request.adapter
+        )
+        return sequence.prefix_hashes
+
+    def _name_full_blocks(self, sequence: Sequence, num_computed: int) -> None:
+        """Tokens [0, num_computed) have KV: their full blocks may be found by others."""
+        full = num_computed // self._block_size
+        if full <= sequence.num_cached_blocks or not self.config.settings.prefix_cache:
+            return
+        hashes = self._hashes(sequence)
+        for index in range(sequence.num_cached_blocks, full):
+            self.pool.register(sequence.block_ids[index], hashes[index])
+        sequence.num_cached_blocks = full
+
+    # --- ends --------------------------------------------------------------------------------------------------------
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        """Takes a RUNNING or LANDED sequence from the queue and out of the steps in flight, which may still write.
+
+        block_ids  | full, computed | written by steps in flight |
+                     stay its own     quarantined until the last of those steps is committed
+        """
+        self._running.remove(sequence)
+        self._running_context_tokens -= sequence.num_computed_tokens
+        if sequence.state is State.LANDED:
+            self._landed.remove(sequence)
+        flights = self._flights_of(sequence)
+        if flights:
+            flights[-1].block_ids.extend(self._quarantine_from(sequence, self._first_block_in_flight(sequence)))
+            for flight in flights:
+                flight.departed.add(sequence)
+
+    def _flights_of(self, sequence: Sequence) -> list[_InFlight]:
+        """The steps in flight that compute something for it, oldest first, those that it has left excepted."""
+        return [
+            flight
+            for flight in self._in_flight.values()
+            if sequence not in flight.departed and any(chunk.sequence is sequence for chunk in flight.step.chunks)
+        ]
+
+    def _first_block_in_flight(self, sequence: Sequence) -> int:
+        """Index of the first of its blocks that a step in flight writes to; the number of its blocks if none does."""
+        for flight in self._flights_of(sequence):
+            return next(c.start for c in flight.step.chunks if c.sequence is sequence) // self._block_size
+        return len(sequence.block_ids)
+
+    def _quarantine_from(self, sequence: Sequence, first: int) -> list[int]:
+        """Takes the blocks from index `first` on from a sequence, into quarantine."""
+        taken = sequence.block_ids[first:]
+        del sequence.block_ids[first:]
+        self.pool.quarantine(taken)
+        return taken
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.block_ids)
+        sequence.block_ids = []
+
+    def _end(self, sequence: Sequence, state: State, now: float) -> None:
+        sequence.move_to(state)
+        sequence.finished_s = now
+        del self._sequences[sequence.sequence_id]
+        self._queued_tokens -= sequence.num_queued_tokens
+        sequence.num_queued_tokens = 0
+        if state is State.FINISHED:
+            self.counters.requests_finished += 1
+        else:
+            sequence.finish_reason = FinishReason.ABORTED
+            self.counters.requests_aborted += 1
+        self._at_rest = False
+
+    # --- what must always hold ---------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises AssertionError unless the books agree with the sequences. Slow: for tests."""
+        self.pool.check()
+        self._waiting.check()
+        self._running.check()
+        members: dict[State, list[Sequence]] = {state: [] for state in State}
+        for sequence in self._sequences.values():
+            members[sequence.state].append(sequence)
+            self._check_sequence(sequence)
+        assert not members[State.FINISHED] + members[State.ABORTED]
+        waiting, running = set(self._waiting.sequences), set(self._running.sequences)
+        assert waiting == set(members[State.WAITING] + members[State.PREEMPTED])
+        assert running == set(members[State.RUNNING] + members[State.LANDED])
+        assert set(self._landed) == set(members[State.LANDED])
+        assert self._num_receiving == len(members[State.RECEIVING])
+        assert self._num_exported == len(members[State.EXPORTED])
+        assert len(running) + self._num_receiving <= self.config.settings.max_num_seqs
+        assert self._queued_tokens == sum(sequence.num_queued_tokens for sequence in self._sequences.values())
+        assert self._running_context_tokens == sum(sequence.num_computed_tokens for sequence in running)
+        holders = Counter(block_id for sequence in self._sequences.values() for block_id in sequence.block_ids)
+        lenders = Counter(block_id for sequence in members[State.EXPORTED] for block_id in sequence.block_ids)
+        assert self.pool.ref_counts() == holders
+        assert self.pool.lend_counts() == lenders
+        quarantined = [*self._unsettled.values(), *(flight.block_ids for flight in self._in_flight.values())]
+        assert sum(map(len, quarantined)) == self.pool.num_quarantined
+
+    def _check_sequence(self, sequence: Sequence) -> None:
+        room = len(sequence.block_ids) * self._block_size
+        assert 0 <= sequence.num_computed_tokens <= len(sequence.token_ids), sequence
+        if sequence.state in (State.EXPECTED, State.WAITING, State.PREEMPTED):
+            assert not sequence.block_ids, sequence
+            assert not sequence.num_computed_tokens, sequence
+        else:
+            assert sequence.num_cached_blocks * self._block_size <= sequence.num_computed_tokens <= room, sequence
+        assert len(sequence.token_ids) <= max(sequence.max_total_tokens - 1, len(sequence.request.token_ids)), sequence
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+
+def _finish_reason(sequence: Sequence, token_id: int) -> FinishReason | None:
+    """Whether and why `token_id`, the sequence's last token, ends it."""
+    num_tokens = len(sequence.token_ids)
+    if token_id in sequence.stop_token_ids and (
+        num_tokens - sequence.num_prompt_tokens >= sequence.sampling.min_tokens
+    ):
+        return FinishReason.STOP
+    return FinishReason.LENGTH if num_tokens >= sequence.max_total_tokens else None

@@ -1,0 +1,124 @@
+"""A model whose KV cache is the text itself, for tests of everything around the model.
+
+Each step writes its tokens and their positions into the KV pool. To sample, it reads the whole context back out of the
+pool, compares it with what the sequence should hold, and hashes what it read: a block that is missing, stale, mixed up or
+overwritten shows as a wrong token and is listed in `errors`. A real pool, real blocks, real transfers; no arithmetic.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from baton.engine.description import ModelDescription
+from baton.proto.messages import KvGeometry
+from baton.scheduler.plan import Step, StepResult
+
+VOCAB_SIZE = 300
+EOS = 299
+
+
+def paper_token(context: list[int] | np.ndarray) -> int:
+    """The next token after a context: any function of all of it will do. Never the end of the sequence."""
+    return zlib.crc32(np.asarray(context, dtype=np.int64).tobytes()) % (VOCAB_SIZE - 1)
+
+
+def paper_output(prompt: list[int] | tuple[int, ...], num_tokens: int) -> list[int]:
+    """What the model says after a prompt."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(paper_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class PaperRunner:
+    """A `ModelRunner`. `seconds_per_token` makes prompts take time, `step_s` every step."""
+
+    def __init__(
+        self,
+        num_blocks: int = 256,
+        block_size: int = 16,
+        max_model_len: int = 4096,
+        seconds_per_token: float = 0.0,
+        step_s: float = 0.0,
+    ) -> None:
+        self.kv = torch.full((num_blocks, 1, 1, 2, block_size, 1), -1, dtype=torch.int64)
+        self.geometry = KvGeometry(
+            model="paper",
+            version="1",
+            dtype="int64",
+            block_size=block_size,
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+        )
+        self.description = ModelDescription(
+            name="paper",
+            path=Path("paper"),
+            max_model_len=max_model_len,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=(EOS,),
+            dtype="int64",
+            block_size=block_size,
+            num_blocks=num_blocks,
+            kv_bytes_per_token=16,
+        )
+        self.errors: list[str] = []
+        self._cells = self.kv.numpy()[:, 0, 0, :, :, 0]
+        self._block_size = block_size
+        self._seconds_per_token = seconds_per_token
+        self._step_s = step_s
+
+    def run(self, step: Step) -> StepResult:
+        for sequence, start, num_tokens, _ in step.chunks:
+            positions = np.arange(start, start + num_tokens)
+            blocks = np.asarray(sequence.block_ids)[positions // self._block_size]
+            self._cells[blocks, 0, positions % self._block_size] = sequence.token_ids[start : start + num_tokens]
+            self._cells[blocks, 1, positions % self._block_size] = positions
+        pause_s = self._step_s + self._seconds_per_token * step.num_tokens
+        if pause_s:
+            time.sleep(pause_s)
+        return StepResult([self._sample(chunk.sequence) if chunk.samples else -1 for chunk in step.chunks])
+
+    def _sample(self, sequence: object) -> int:
+        tokens, block_ids = sequence.token_ids, sequence.block_ids  # type: ignore[attr-defined]
+        positions = np.arange(len(tokens))
+        blocks = np.asarray(block_ids)[positions // self._block_size]
+        read = self._cells[blocks, 0, positions % self._block_size]
+        places = self._cells[blocks, 1, positions % self._block_size]
+        if not np.array_equal(read, tokens) or not np.array_equal(places, positions):
+            wrong = int(np.argmax((read != np.asarray(tokens)) | (places != positions)))
+            self.errors.append(f"{sequence}: token {wrong} of {len(tokens)} is not in its place")
+        return paper_token(read)
+
+
+def write_paper_tokenizer(directory: Path) -> Path:
+    """A byte-level tokenizer without merges, and the config files that a model directory has."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate(alphabet)}
+    vocabulary |= {f"<extra_{index}>": index for index in range(len(alphabet), EOS)}
+    vocabulary["<eos>"] = EOS
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "config.json").write_text(
+        json.dumps({"vocab_size": VOCAB_SIZE, "eos_token_id": EOS, "max_position_embeddings": 4096})
+    )
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "eos_token": "<eos>",
+                "chat_template": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ",
+            }
+        )
+    )
+    return directory

@@ -1,0 +1,158 @@
+"""The demo's promises, with small stand-in programs for `baton serve` and `baton generate`.
+
+A stand-in server writes its process ids to a file, so that a test can ask whether anything of it is left.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton.client import demo
+
+PATIENCE = demo.Patience(ready_s=20.0, answer_s=20.0, stop_s=10.0, survivor_s=2.0)
+
+SERVER = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=DETACH)
+with open(PIDS + ".part", "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+os.rename(PIDS + ".part", PIDS)
+print("starting", flush=True)
+BODY
+"""
+WAIT = "print('ready 127.0.0.1:1', flush=True)\ntry:\n    time.sleep(600)\nexcept KeyboardInterrupt:\n    pass\n"
+TIDY = WAIT + "child.kill(); child.wait(); open(PIDS + '.drained', 'w').close()"
+DEAF = "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAIT
+SILENT = "time.sleep(600)"
+CRASHING = "print('no such model', flush=True); sys.exit(3)"
+
+Serve = Callable[..., list[str]]
+
+
+@pytest.fixture
+def pids(tmp_path: Path) -> Path:
+    return tmp_path / "pids"
+
+
+@pytest.fixture
+def serve(pids: Path) -> Serve:
+    """Builds the command of a stand-in server that has one child process."""
+
+    def command(body: str, *, detach: bool = False) -> list[str]:
+        text = SERVER.replace("BODY", body).replace("DETACH", str(detach)).replace("PIDS", repr(str(pids)))
+        return [sys.executable, "-c", text]
+
+    return command
+
+
+def generate(body: str) -> list[str]:
+    return [sys.executable, "-c", body]
+
+
+def all_gone(pids: Path, within_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + within_s
+    numbers = [int(word) for word in pids.read_text().split()]
+    while any(_runs(number) for number in numbers):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_the_server_is_asked_first_and_stopped_in_order(serve: Serve, pids: Path) -> None:
+    answer = generate(f"import os, sys; sys.exit(not os.path.exists({str(pids)!r}))")
+    assert demo.run(serve(TIDY), answer, PATIENCE) == 0
+    assert pids.with_suffix(".drained").exists()
+    assert all_gone(pids)
+
+
+def test_the_exit_code_is_that_of_generate(serve: Serve, pids: Path) -> None:
+    assert demo.run(serve(TIDY), generate("raise SystemExit(7)"), PATIENCE) == 7
+    assert all_gone(pids)
+
+
+@pytest.mark.parametrize("detach", [False, True], ids=["same session", "own session"])
+def test_children_that_the_server_leaves_behind_are_ended(serve: Serve, pids: Path, detach: bool) -> None:
+    assert demo.run(serve(WAIT, detach=detach), generate(""), PATIENCE) == 0
+    assert all_gone(pids)
+
+
+def test_a_server_that_ignores_signals_is_killed(serve: Serve, pids: Path) -> None:
+    patience = demo.Patience(ready_s=20.0, answer_s=20.0, stop_s=0.3, survivor_s=0.3)
+    assert demo.run(serve(DEAF), generate(""), patience) == 0
+    assert all_gone(pids)
+
+
+def test_a_server_that_exits_early_fails_the_demo_with_its_last_words(
+    serve: Serve, pids: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.run(serve(CRASHING), generate(""), PATIENCE) == 1
+    complaint = capfd.readouterr().err
+    assert "exited with code 3" in complaint
+    assert "no such model" in complaint
+    assert all_gone(pids)
+
+
+def test_a_server_that_never_gets_ready_fails_the_demo(serve: Serve, pids: Path) -> None:
+    patience = demo.Patience(ready_s=1.0, answer_s=20.0, stop_s=10.0, survivor_s=2.0)
+    assert demo.run(serve(SILENT), generate(""), patience) == 1
+    assert all_gone(pids)
+
+
+def test_an_answer_that_never_comes_fails_the_demo(serve: Serve, pids: Path) -> None:
+    patience = demo.Patience(ready_s=20.0, answer_s=0.5, stop_s=10.0, survivor_s=2.0)
+    assert demo.run(serve(TIDY), generate("import time; time.sleep(600)"), patience) == 1
+    assert all_gone(pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_when_the_demo_itself_is_ended(serve: Serve, pids: Path, number: signal.Signals) -> None:
+    hold = generate("print('generating', flush=True); import time; time.sleep(600)")
+    program = (
+        "import signal; from baton.client import demo\n"
+        "signal.signal(signal.SIGTERM, demo.exit_on_signal)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"demo.run({serve(TIDY)!r}, {hold!r}, demo.Patience())"
+    )
+    source = Path(__file__).resolve().parent.parent / "src"
+    runner = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(source)},
+    )
+    assert runner.stdout is not None
+    for line in runner.stdout:
+        if line.startswith("generating"):
+            break
+    holder = [child.pid for child in psutil.Process(runner.pid).children()]
+    runner.send_signal(number)
+    assert runner.wait(20.0) != 0
+    assert all_gone(pids)
+    assert pids.with_suffix(".drained").exists()
+    if number is not signal.SIGKILL:
+        assert not any(_runs(pid) for pid in holder)
+    for pid in holder:
+        if _runs(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_free_ports_are_distinct() -> None:
+    assert len(set(demo.free_ports(8))) == 8

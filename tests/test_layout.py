@@ -1,0 +1,375 @@
+"""The house has the shape that docs/architecture.md draws: who imports whom, and where a few things may stand at all.
+
+Each rule is a function from a `House` to the violations that it found. It is run on this repository, and on a small
+synthetic one with a violation planted in it, so that a rule that has gone blind fails too.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+ALLOWED_IMPORTS = {
+    "kernels": set(),
+    "proto": set(),
+    "scheduler": {"proto"},
+    "kvtransfer": {"proto"},
+    "engine": {"kernels", "scheduler", "proto"},
+    "prefill_worker": {"engine", "kvtransfer", "scheduler", "proto"},
+    "decode_worker": {"engine", "kvtransfer", "scheduler", "proto"},
+    "router": {"proto", "scheduler"},
+    "capacity": {"router", "scheduler", "proto"},
+    "client": {"proto"},
+}
+FOLDERS = set(ALLOWED_IMPORTS)
+COMPOSITION = {"client/cli.py", "client/demo.py", "router/__main__.py"}
+EXTRA_IMPORTS = {"client/bench.py": "capacity.workload"}
+ONE_PLACE = {  # a package that is imported in one file only, tests apart
+    "ray": {"router/fleet.py"},
+    "nixl": {"kvtransfer/connectors/nixl.py"},
+    "nixl_cu12": {"kvtransfer/connectors/nixl.py"},
+    "nixl_cu13": {"kvtransfer/connectors/nixl.py"},
+}
+NOT_IN_SCHEDULER = {"torch", "time", "datetime", "asyncio", "threading", "logging"}
+NOT_ON_A_VIRTUAL_CLOCK = {"torch", "time", "ray", "grpc", "aiohttp"}  # in what capacity runs of the router
+ENVIRONMENT_READERS: set[str] = {"router/config.py"}
+MEANINGLESS_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One imported name. `target` is dotted; of `from a.b import c` it is `a.b.c`, as c may be a module."""
+
+    target: str
+    line: int
+    relative: bool = False
+
+    @property
+    def package(self) -> str:
+        return self.target.split(".")[0]
+
+    @property
+    def folder(self) -> str | None:
+        """The top-level folder, if the target is inside baton."""
+        parts = self.target.split(".")
+        return parts[1] if parts[0] == "baton" and len(parts) > 1 and parts[1] in FOLDERS else None
+
+
+class SourceFile:
+    """One parsed .py file; `name` is its path from the root, with slashes."""
+
+    def __init__(self, root: Path, path: Path) -> None:
+        self.name = path.relative_to(root).as_posix()
+        self.folder = self.name.split("/")[0]
+        self.generated = path.stem.endswith(("_pb2", "_pb2_grpc"))
+        self.tree = ast.parse(path.read_text(encoding="utf-8"), filename=self.name)
+        self.imports = list(_imports(self.tree))
+
+    @property
+    def module(self) -> str:
+        return "baton." + self.name.removesuffix(".py").replace("/", ".")
+
+
+class House:
+    """All Python files of a repository, parsed once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @cached_property
+    def files(self) -> list[SourceFile]:
+        """The files of the top-level folders."""
+        return [file for folder in sorted(FOLDERS) for file in self._in(folder)]
+
+    @cached_property
+    def all_files(self) -> list[SourceFile]:
+        """The same, with tests and benchmarks."""
+        return [*self.files, *self._in("tests"), *self._in("benchmarks")]
+
+    def _in(self, folder: str) -> list[SourceFile]:
+        paths = sorted((self.root / folder).rglob("*.py"))
+        return [SourceFile(self.root, path) for path in paths if "__pycache__" not in path.parts]
+
+
+Rule = Callable[[House], Iterator[str]]
+
+
+def imports_go_downwards(house: House) -> Iterator[str]:
+    for file in house.files:
+        if file.name in COMPOSITION:
+            continue
+        allowed = ALLOWED_IMPORTS[file.folder] | {file.folder}
+        extra = EXTRA_IMPORTS.get(file.name)
+        for found in file.imports:
+            if found.folder is None or found.folder in allowed:
+                continue
+            if extra and f"{found.target}.".startswith(f"baton.{extra}."):
+                continue
+            yield f"{file.name}:{found.line} imports {found.target}"
+
+
+def capacity_runs_without_wire_and_clock(house: House) -> Iterator[str]:
+    modules = {file.module: file for file in house.files}
+    start = [file for file in house.files if file.folder == "capacity"]
+    reached: dict[str, SourceFile] = {}
+    queue = list(start)
+    while queue:
+        file = queue.pop()
+        for found in file.imports:
+            for name in (found.target, found.target.rpartition(".")[0]):
+                if name in modules and name not in reached and modules[name].folder == "router":
+                    reached[name] = modules[name]
+                    queue.append(modules[name])
+    for file in reached.values():
+        for found in file.imports:
+            if found.package in NOT_ON_A_VIRTUAL_CLOCK:
+                yield f"{file.name}:{found.line} imports {found.target}, and capacity/ runs it"
+
+
+def baton_is_imported_by_its_full_name(house: House) -> Iterator[str]:
+    for file in house.all_files:
+        for found in file.imports:
+            if found.relative or found.package in FOLDERS:
+                yield f"{file.name}:{found.line} imports {found.target}: write baton.<folder>.<file>"
+
+
+def scheduler_is_pure(house: House) -> Iterator[str]:
+    for file in house.files:
+        for found in file.imports:
+            if file.folder == "scheduler" and found.package in NOT_IN_SCHEDULER:
+                yield f"{file.name}:{found.line} imports {found.target}"
+
+
+def one_file_calls_each_runtime(house: House) -> Iterator[str]:
+    for file in house.files:
+        for found in file.imports:
+            if found.package in ONE_PLACE and file.name not in ONE_PLACE[found.package]:
+                yield f"{file.name}:{found.line} imports {found.target}"
+
+
+def environment_is_read_in_one_place(house: House) -> Iterator[str]:
+    for file in house.files:
+        if file.name in ENVIRONMENT_READERS:
+            continue
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+                names = [node.attr]
+            elif isinstance(node, ast.ImportFrom) and node.module == "os":
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            if {"environ", "environb", "getenv", "putenv"}.intersection(names):
+                yield f"{file.name}:{node.lineno} reads the environment"
+
+
+def no_exception_is_swallowed(house: House) -> Iterator[str]:
+    for file in house.all_files:
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.ExceptHandler) and _catches_everything(node) and all(map(_is_idle, node.body)):
+                yield f"{file.name}:{node.lineno} catches everything and goes on"
+
+
+def modules_say_what_they_own(house: House) -> Iterator[str]:
+    for file in house.all_files:
+        if not file.generated and not ast.get_docstring(file.tree):
+            yield f"{file.name} has no docstring"
+
+
+def files_are_named_after_nouns(house: House) -> Iterator[str]:
+    for file in house.all_files:
+        for part in Path(file.name).with_suffix("").parts:
+            if part in MEANINGLESS_NAMES:
+                yield f"{file.name}: {part} says nothing"
+
+
+def folders_have_no_init(house: House) -> Iterator[str]:
+    """With one, `proto` and `kernels` would hide the installed packages of these names where the root is the path."""
+    yield from (file.name for file in house.files if file.name.endswith("/__init__.py"))
+
+
+def links_point_to_their_folders(house: House) -> Iterator[str]:
+    package = house.root / "src" / "baton"
+    for folder in sorted(FOLDERS):
+        if (house.root / folder).is_dir() and any(file.folder == folder for file in house.files):
+            link = package / folder
+            if not link.is_symlink():
+                yield f"src/baton/{folder} is not a link"
+            elif (target := os.readlink(link)) != f"../../{folder}":
+                yield f"src/baton/{folder} points to {target}"
+    for entry in package.iterdir():
+        if entry.name not in {*FOLDERS, "__init__.py", "py.typed", "__pycache__"}:
+            yield f"src/baton/{entry.name} does not belong there"
+
+
+RULES: list[Rule] = [
+    imports_go_downwards,
+    capacity_runs_without_wire_and_clock,
+    baton_is_imported_by_its_full_name,
+    scheduler_is_pure,
+    one_file_calls_each_runtime,
+    environment_is_read_in_one_place,
+    no_exception_is_swallowed,
+    modules_say_what_they_own,
+    files_are_named_after_nouns,
+    folders_have_no_init,
+    links_point_to_their_folders,
+]
+
+
+@pytest.fixture(scope="module")
+def repository() -> House:
+    return House(ROOT)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_this_repository_keeps_the_rule(rule: Rule, repository: House) -> None:
+    assert repository.files
+    assert not list(rule(repository))
+
+
+SOUND = {
+    "proto/messages.py": '"""Values."""\nimport dataclasses\n',
+    "proto/worker_pb2.py": "from baton.proto import messages\n",
+    "scheduler/plan.py": '"""Plans."""\nfrom baton.proto.messages import Request\n',
+    "kernels/norm.py": '"""Norm."""\nimport torch\n',
+    "engine/loop.py": '"""Loop."""\nimport time\nfrom baton.kernels import norm\nimport baton.scheduler.plan\n',
+    "router/load.py": '"""Load."""\nfrom baton.scheduler.plan import Step\n',
+    "router/fleet.py": '"""Fleet."""\nimport ray\nfrom ray.util import state\n',
+    "router/config.py": '"""Settings."""\nimport os\nHOME = os.environ["HOME"]\n',
+    "router/__main__.py": '"""Wires."""\nimport baton.engine.loop\n',
+    "kvtransfer/connectors/nixl.py": '"""NIXL."""\ndef agent():\n    from nixl._api import nixl_agent\n',
+    "capacity/workload.py": '"""Workload."""\nfrom baton.router.load import Load\n',
+    "client/bench.py": '"""Bench."""\nfrom baton.capacity.workload import Chat\n',
+    "client/cli.py": '"""Composes."""\nfrom baton.router.fleet import Fleet\n',
+    "tests/test_fleet.py": '"""Tests may."""\nimport ray\nfrom baton.decode_worker import worker\n',
+}
+
+
+def _build(root: Path, files: dict[str, str]) -> House:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    package = root / "src" / "baton"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    for folder in FOLDERS:
+        (package / folder).symlink_to(f"../../{folder}")
+    return House(root)
+
+
+def test_a_sound_house_breaks_no_rule(tmp_path: Path) -> None:
+    house = _build(tmp_path, SOUND)
+    assert [violation for rule in RULES for violation in rule(house)] == []
+
+
+PLANTED: list[tuple[Rule, str, str]] = [
+    (imports_go_downwards, "scheduler/plan.py", "from baton.engine.loop import Loop"),
+    (imports_go_downwards, "scheduler/plan.py", "from baton import kernels"),
+    (imports_go_downwards, "scheduler/plan.py", "import baton.router.load as load"),
+    (imports_go_downwards, "kernels/norm.py", "from baton.proto import messages"),
+    (imports_go_downwards, "engine/loop.py", "def f():\n    from baton.kvtransfer import connector"),
+    (imports_go_downwards, "engine/loop.py", "if TYPE_CHECKING:\n    from baton.router.load import Load"),
+    (imports_go_downwards, "decode_worker/worker.py", "from baton.prefill_worker.worker import Worker"),
+    (imports_go_downwards, "client/bench.py", "from baton.capacity.simulate import Simulator"),
+    (imports_go_downwards, "router/load.py", "m = importlib.import_module('baton.engine.loop')"),
+    (imports_go_downwards, "router/load.py", "m = import_module(f'baton.client.{name}')"),
+    (capacity_runs_without_wire_and_clock, "router/load.py", "import time"),
+    (capacity_runs_without_wire_and_clock, "router/load.py", "def f():\n    from grpc import aio"),
+    (baton_is_imported_by_its_full_name, "client/cli.py", "import router"),
+    (baton_is_imported_by_its_full_name, "tests/test_fleet.py", "from proto.messages import Request"),
+    (baton_is_imported_by_its_full_name, "router/load.py", "from . import fleet"),
+    (scheduler_is_pure, "scheduler/plan.py", "import torch.nn"),
+    (scheduler_is_pure, "scheduler/plan.py", "from time import monotonic"),
+    (scheduler_is_pure, "scheduler/policies/fcfs.py", "def f():\n    import asyncio"),
+    (scheduler_is_pure, "scheduler/plan.py", "import logging"),
+    (one_file_calls_each_runtime, "router/load.py", "import ray.util"),
+    (one_file_calls_each_runtime, "client/cli.py", "def f():\n    import ray"),
+    (one_file_calls_each_runtime, "kvtransfer/connectors/local.py", "from nixl._api import nixl_agent"),
+    (one_file_calls_each_runtime, "engine/loop.py", "m = importlib.import_module('nixl_cu12')"),
+    (environment_is_read_in_one_place, "engine/loop.py", "import os\nx = os.environ.get('X')"),
+    (environment_is_read_in_one_place, "engine/loop.py", "import os\ndef f():\n    return os.getenv('X')"),
+    (environment_is_read_in_one_place, "client/cli.py", "from os import environ"),
+    (no_exception_is_swallowed, "engine/loop.py", "try:\n    f()\nexcept Exception:\n    pass"),
+    (no_exception_is_swallowed, "engine/loop.py", "try:\n    f()\nexcept:\n    ..."),
+    (no_exception_is_swallowed, "tests/test_fleet.py", "try:\n    f()\nexcept (OSError, BaseException):\n    pass"),
+    (
+        no_exception_is_swallowed,
+        "engine/loop.py",
+        "for f in fs:\n    try:\n        f()\n    except Exception:\n        continue",
+    ),
+    (files_are_named_after_nouns, "engine/utils.py", ""),
+    (files_are_named_after_nouns, "router/helpers/text.py", ""),
+    (folders_have_no_init, "proto/__init__.py", ""),
+    (folders_have_no_init, "router/policies/__init__.py", ""),
+]
+
+
+@pytest.mark.parametrize(("rule", "name", "planted"), PLANTED)
+def test_a_planted_violation_is_found(rule: Rule, name: str, planted: str, tmp_path: Path) -> None:
+    text = SOUND.get(name, '"""Planted."""\n') + planted + "\n"
+    found = list(rule(_build(tmp_path, {**SOUND, name: text})))
+    assert [violation.startswith(name) for violation in found] == [True]
+
+
+def test_a_module_without_a_docstring_is_found(tmp_path: Path) -> None:
+    house = _build(tmp_path, {**SOUND, "engine/graphs.py": "import torch\n"})
+    assert list(modules_say_what_they_own(house)) == ["engine/graphs.py has no docstring"]
+
+
+@pytest.mark.parametrize("target", ["../../scheduler", None, "/absolute"], ids=["other", "folder", "absolute"])
+def test_a_link_that_does_not_point_to_its_folder_is_found(target: str | None, tmp_path: Path) -> None:
+    house = _build(tmp_path, SOUND)
+    link = tmp_path / "src" / "baton" / "router"
+    link.unlink()
+    if target is None:
+        link.mkdir()
+    else:
+        link.symlink_to(target)
+    assert len(list(links_point_to_their_folders(house))) == 1
+
+
+def _imports(tree: ast.AST) -> Iterator[Import]:
+    """All imports, wherever they stand; also those by name through importlib, as far as the name is written out."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            prefix = "." * node.level + (node.module or "")
+            yield from (Import(f"{prefix}.{alias.name}", node.lineno, node.level > 0) for alias in node.names)
+        elif isinstance(node, ast.Call) and _called_name(node) in {"import_module", "__import__"} and node.args:
+            yield Import(_leading_text(node.args[0]), node.lineno)
+
+
+def _called_name(call: ast.Call) -> str:
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def _leading_text(expression: ast.expr) -> str:
+    if isinstance(expression, ast.JoinedStr) and expression.values:
+        expression = expression.values[0]
+    if isinstance(expression, ast.BinOp):
+        return _leading_text(expression.left)
+    return expression.value if isinstance(expression, ast.Constant) and isinstance(expression.value, str) else ""
+
+
+def _catches_everything(handler: ast.ExceptHandler) -> bool:
+    types = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(t is None or (isinstance(t, ast.Name) and t.id in {"Exception", "BaseException"}) for t in types)
+
+
+def _is_idle(statement: ast.stmt) -> bool:
+    """pass, continue, or a bare constant such as `...`."""
+    if isinstance(statement, ast.Expr):
+        return isinstance(statement.value, ast.Constant)
+    return isinstance(statement, ast.Pass | ast.Continue)
