@@ -22,6 +22,7 @@ from baton.engine.clock import Clock
 from baton.engine.loop import StepLoop
 from baton.proto import worker_pb2 as wire
 from baton.proto import worker_pb2_grpc
+from baton.proto.context import Context
 from baton.proto.messages import (
     FailureKind,
     LegFailure,
@@ -90,7 +91,7 @@ class RouterDesk(worker_pb2_grpc.WorkerServicer):
     # --- event loop: the gRPC face -------------------------------------------------------------------------------
 
     async def Connect(
-        self, requests: AsyncIterator[wire.RouterMessage], context: grpc.aio.ServicerContext
+        self, requests: AsyncIterator[wire.RouterMessage], context: Context
     ) -> AsyncIterator[wire.WorkerMessage]:
         assert self._step_loop is not None
         hello = await anext(aiter(requests), None)
@@ -124,6 +125,11 @@ class RouterDesk(worker_pb2_grpc.WorkerServicer):
                     case _:
                         log.warning("router %s sent an unknown message", link.incarnation)
         finally:
+            link.outbox.put_nowait(None)
+
+    def close(self) -> None:
+        """Ends every router's stream."""
+        for link in list(self._links):
             link.outbox.put_nowait(None)
 
     async def beat(self, interval_s: float) -> None:

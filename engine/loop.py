@@ -68,7 +68,7 @@ class StepLoop:
         self._clock = clock
         self._failed = failed
         self._idle_s = idle_s
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
         self.step_s = 0.0
@@ -77,7 +77,7 @@ class StepLoop:
     def start(self) -> None:
         self._thread.start()
 
-    def call(self, command: Callable[[], None]) -> None:
+    def call(self, command: Callable[[], object]) -> None:
         """Runs `command` on the loop's thread, between two steps. May be called from any thread, in order."""
         self._inbox.put(command)
 

@@ -192,10 +192,11 @@ class WorkerCore:
         self.loop.start()
         return self.describe()
 
-    async def stop(self, grace_s: float = 1.0) -> None:
+    async def stop(self, grace_s: float = 0.1) -> None:
         """Closes the port and ends the step loop; the streams of routers end."""
         if self._beat is not None:
             self._beat.cancel()
+        self.desk.close()
         if self._server is not None:
             await self._server.stop(grace_s)
         await asyncio.to_thread(self.loop.stop)

@@ -49,6 +49,5 @@ def verify_checksum(pool: KvPool, pull: Pull) -> None:
     landed = checksum(pool.tensor, pull.destination_blocks)
     if landed != pull.checksum:
         raise ConnectorError(
-            f"checksum {landed:#010x} over {len(pull.destination_blocks)} blocks from {pull.peer}, "
-            f"the source has {pull.checksum:#010x}"
+            f"checksum {landed:#010x} over {len(pull.destination_blocks)} blocks, the source has {pull.checksum:#010x}"
         )

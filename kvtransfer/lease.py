@@ -192,16 +192,18 @@ class LeaseTable:
             if watcher and lease.watcher == watcher:
                 lease.renewed_at = max(lease.renewed_at, now)
 
-    def expire(self, now: float) -> list[str]:
-        """Ends the leases whose whole prompt is lent and that nobody renewed for `lease_s`; returns their sequences.
+    def expire(self, now: float) -> list[tuple[str, str]]:
+        """Ends the leases whose whole prompt is lent and that nobody renewed for `lease_s`.
+
+        Returns the sequence and the watcher of each, the watcher empty if there was none.
 
         Without a watcher the time runs from the final publish. A sequence that is still computed does not expire.
         """
-        gone = [lease.sequence_id for lease in self._leases.values() if lease.final and self._deadline(lease) <= now]
-        for sequence_id in gone:
-            del self._leases[sequence_id]
+        gone = [lease for lease in self._leases.values() if lease.final and self._deadline(lease) <= now]
+        for lease in gone:
+            del self._leases[lease.sequence_id]
         self.counters.expired += len(gone)
-        return gone
+        return [(lease.sequence_id, lease.watcher) for lease in gone]
 
     def next_deadline(self) -> float | None:
         """When `expire` will next have something to do if nothing else happens."""

@@ -17,6 +17,7 @@ import psutil
 
 from baton.proto import cluster_pb2 as cluster
 from baton.proto import cluster_pb2_grpc
+from baton.proto.context import Context
 from baton.proto.messages import Role, WorkerDescription
 from baton.router.router import Router
 from baton.router.status import refuse
@@ -66,36 +67,32 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         self._router = router
         self._workforce = workforce
 
-    async def GetStatus(
-        self, request: cluster.GetStatusRequest, context: grpc.aio.ServicerContext
-    ) -> cluster.ClusterStatus:
+    async def GetStatus(self, request: cluster.GetStatusRequest, context: Context) -> cluster.ClusterStatus:
         return self._status()
 
     async def WatchStatus(
-        self, request: cluster.WatchStatusRequest, context: grpc.aio.ServicerContext
+        self, request: cluster.WatchStatusRequest, context: Context
     ) -> AsyncIterator[cluster.ClusterStatus]:
         interval_s = max(request.interval_s or 1.0, MIN_WATCH_INTERVAL_S)
         while True:
             yield self._status()
             await asyncio.sleep(interval_s)
 
-    async def Drain(self, request: cluster.DrainRequest, context: grpc.aio.ServicerContext) -> cluster.DrainResponse:
+    async def Drain(self, request: cluster.DrainRequest, context: Context) -> cluster.DrainResponse:
         try:
             moved = await self._workforce.drain(request.worker_id, request.timeout_s or 30.0)
         except KeyError:
             await refuse(context, grpc.StatusCode.NOT_FOUND, f"worker_id {request.worker_id!r} is not in this cluster")
         return cluster.DrainResponse(moved=moved)
 
-    async def SetRole(
-        self, request: cluster.SetRoleRequest, context: grpc.aio.ServicerContext
-    ) -> cluster.SetRoleResponse:
+    async def SetRole(self, request: cluster.SetRoleRequest, context: Context) -> cluster.SetRoleResponse:
         await refuse(
             context,
             grpc.StatusCode.UNIMPLEMENTED,
             "a worker keeps its role for life in this version: scale one pool down and another up",
         )
 
-    async def Scale(self, request: cluster.ScaleRequest, context: grpc.aio.ServicerContext) -> cluster.ScaleResponse:
+    async def Scale(self, request: cluster.ScaleRequest, context: Context) -> cluster.ScaleResponse:
         if not 0 <= request.size <= MAX_POOL_SIZE:
             await refuse(
                 context,

@@ -295,10 +295,11 @@ class Fleet:
 
     def _group(self, name: str, bundles: list[dict[str, float]]) -> PlacementGroup:
         try:
-            return ray.util.get_placement_group(name)
+            known: PlacementGroup = ray.util.get_placement_group(name)
+            return known
         except ValueError:
             pass
-        group = placement_group(bundles, strategy="SPREAD", name=name, lifetime="detached")
+        group: PlacementGroup = placement_group(bundles, strategy="SPREAD", name=name, lifetime="detached")
         timeout_s = self._config.router.worker_start_timeout_s
         if not group.wait(timeout_s):
             remove_placement_group(group)

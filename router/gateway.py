@@ -19,6 +19,7 @@ import grpc
 
 from baton.proto import inference_pb2 as inference
 from baton.proto import inference_pb2_grpc
+from baton.proto.context import Context
 from baton.proto.messages import FinishReason
 from baton.router.admission import Admitted, FieldViolation, NotFound, admit
 from baton.router.detokenizer import Detokenizer
@@ -39,7 +40,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def Generate(
-        self, request: inference.GenerateRequest, context: grpc.aio.ServicerContext
+        self, request: inference.GenerateRequest, context: Context
     ) -> AsyncIterator[inference.GenerateResponse]:
         arrived_s = time.monotonic()
         router = self._router
@@ -69,17 +70,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             if self._tasks.get(admitted.request_id) is task:
                 del self._tasks[admitted.request_id]
 
-    async def Abort(
-        self, request: inference.AbortRequest, context: grpc.aio.ServicerContext
-    ) -> inference.AbortResponse:
+    async def Abort(self, request: inference.AbortRequest, context: Context) -> inference.AbortResponse:
         task = self._tasks.get(request.request_id)
         if task is not None:
             task.cancel()
         return inference.AbortResponse(found=task is not None)
 
-    async def GetModel(
-        self, request: inference.GetModelRequest, context: grpc.aio.ServicerContext
-    ) -> inference.ModelInfo:
+    async def GetModel(self, request: inference.GetModelRequest, context: Context) -> inference.ModelInfo:
         router, limits = self._router, self._router.limits()
         return inference.ModelInfo(
             name=router.config.model,
@@ -102,7 +99,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             return admit(request, limits, tokenizer)
         return await asyncio.to_thread(admit, request, limits, tokenizer)
 
-    async def _take_over(self, admitted: Admitted, context: grpc.aio.ServicerContext) -> None:
+    async def _take_over(self, admitted: Admitted, context: Context) -> None:
         """A request that resumes replaces its own former self, whose client has lost the stream."""
         task = self._tasks.get(admitted.request_id)
         if task is None:
@@ -111,7 +108,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             await refuse(context, grpc.StatusCode.ALREADY_EXISTS, f"request_id {admitted.request_id!r} is in progress")
         task.cancel()
 
-    def _deadline(self, context: grpc.aio.ServicerContext, arrived_s: float) -> float:
+    def _deadline(self, context: Context, arrived_s: float) -> float:
         """The client's deadline, at most the router's own bound, as a time of the router's clock."""
         left_s, bound_s = context.time_remaining(), self._router.config.router.request_timeout_s
         return arrived_s + (bound_s if left_s is None else min(left_s, bound_s))

@@ -13,7 +13,7 @@ Closing the generator, at any moment, aborts what is in progress on both legs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Hashable, Mapping
+from collections.abc import AsyncGenerator, Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -219,7 +219,7 @@ class Journey:
         self._computed_before = 0
         self.ledger = Ledger(errand.arrived_s)
 
-    async def run(self) -> AsyncIterator[Piece]:
+    async def run(self) -> AsyncGenerator[Piece, None]:
         """Yields tokens, then Ended or Failed. See the module's drawing."""
         avoid: frozenset[str] = frozenset()
         fruitless = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable
 
 import grpc
 
@@ -54,6 +54,7 @@ class WorkerLink:
         self._mailboxes: dict[str, Mailbox] = {}
         self._resting = asyncio.Event()
         self._last_number = 0
+        self._connected = False
         self._opened = asyncio.Event()
         self._reported: Callable[[LoadReport], None] = lambda report: None
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -63,12 +64,11 @@ class WorkerLink:
         """Connects; returns when the worker has said hello. Raises ConnectionError with the reason if it does not."""
         self._reported = reported
         self._task = asyncio.create_task(self._run())
-        opened = asyncio.create_task(self._opened.wait())
         try:
-            await asyncio.wait({opened, self.lost}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            opened.cancel()
-        if not self._opened.is_set():
+            await asyncio.wait_for(self._opened.wait(), timeout_s)
+        except TimeoutError:
+            pass
+        if not self._connected:
             reason = self.lost.result() if self.lost.done() else f"no hello within {timeout_s:.1f} s"
             await self.close()
             raise ConnectionError(f"{self.description.worker_id} at {self.description.address}: {reason}")
@@ -128,7 +128,7 @@ class WorkerLink:
         reason = "the stream ended"
         try:
             async with grpc.aio.insecure_channel(self.description.address, options=CHANNEL_OPTIONS) as channel:
-                stream = worker_pb2_grpc.WorkerStub(channel).Connect(self._outgoing())  # type: ignore[no-untyped-call]
+                stream = worker_pb2_grpc.WorkerStub(channel).Connect(self._outgoing())
                 reason = await self._read(stream)
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
@@ -141,13 +141,15 @@ class WorkerLink:
         while True:
             yield await self._outbox.get()
 
-    async def _read(self, stream: grpc.aio.StreamStreamCall) -> str:
+    async def _read(self, stream: AsyncIterable[wire.WorkerMessage]) -> str:
+        messages = aiter(stream)
         while True:
-            message = await asyncio.wait_for(stream.read(), self._silence_s)
-            if message is grpc.aio.EOF:
+            message = await asyncio.wait_for(anext(messages, None), self._silence_s)
+            if message is None:
                 return "the stream ended"
             if message.HasField("hello"):
                 self.description = WorkerDescription.from_wire(message.hello.worker)
+                self._connected = True
                 self._opened.set()
                 continue
             report = WorkerReport.from_wire(message)
@@ -172,6 +174,7 @@ class WorkerLink:
         if self.lost.done():
             return
         self.lost.set_result(reason)
+        self._opened.set()
         mailboxes, self._mailboxes = self._mailboxes, {}
         self._note_rest()
         for sequence_id, mailbox in mailboxes.items():

@@ -199,7 +199,7 @@ class LoadBook:
             running += report.running + report.waiting + report.receiving
             used_kv_tokens += (report.total_blocks - report.free_blocks) * description.block_size
         # A decode worker knows of a leg before it reserves blocks for it, so its report alone can promise too much.
-        pass
+        running = max(running, len(worker.legs))
         used_kv_tokens = max(used_kv_tokens, worker.kv_tokens)
         max_sequences = description.max_num_seqs
         if description.role is Role.PREFILL:

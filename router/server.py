@@ -12,6 +12,7 @@ import logging
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from baton.proto import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -36,7 +37,7 @@ class RouterServer:
     def __init__(self, router: Router, workforce: Workforce) -> None:
         self._router = router
         self._workforce = workforce
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer()
         self._server: grpc.aio.Server | None = None
 
     async def open(self, settings: RouterSettings, patience_s: float = 0.0) -> str:

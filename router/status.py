@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import grpc
-from google.protobuf.any_pb2 import Any
+from google.protobuf import any_pb2
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
+from baton.proto.context import Context
 from baton.router.admission import FieldViolation
 from baton.router.journey import Failed, Trouble
 
@@ -26,7 +27,7 @@ CODES = {
 }
 
 
-async def refuse_fields(context: grpc.aio.ServicerContext, violations: Sequence[FieldViolation]) -> NoReturn:
+async def refuse_fields(context: Context, violations: Sequence[FieldViolation]) -> NoReturn:
     """INVALID_ARGUMENT with a BadRequest that names every field."""
     detail = error_details_pb2.BadRequest(
         field_violations=[
@@ -38,7 +39,7 @@ async def refuse_fields(context: grpc.aio.ServicerContext, violations: Sequence[
     await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, message, detail)
 
 
-async def refuse_failed(context: grpc.aio.ServicerContext, failed: Failed, request_id: str) -> NoReturn:
+async def refuse_failed(context: Context, failed: Failed, request_id: str) -> NoReturn:
     """The trouble's code, with RetryInfo where waiting helps and the request's id where a person must look."""
     details: list[Message] = []
     if failed.retry_after_s is not None:
@@ -51,11 +52,11 @@ async def refuse_failed(context: grpc.aio.ServicerContext, failed: Failed, reque
     await refuse(context, CODES[failed.trouble], message, *details)
 
 
-async def refuse(context: grpc.aio.ServicerContext, code: grpc.StatusCode, message: str, *details: Message) -> NoReturn:
+async def refuse(context: Context, code: grpc.StatusCode, message: str, *details: Message) -> NoReturn:
     """Ends the call with a status and its details."""
     status = status_pb2.Status(code=code.value[0], message=message)
     for detail in details:
-        packed = Any()
+        packed = any_pb2.Any()
         packed.Pack(detail)
         status.details.append(packed)
     await context.abort(code, message, trailing_metadata=(("grpc-status-details-bin", status.SerializeToString()),))

@@ -39,6 +39,7 @@ class LocalConnector:
         self._wake = threading.Condition()
         self._waiting: deque[Pull] = deque()
         self._closed = False
+        self._peers: dict[str, bytes] = {}
         self._thread = threading.Thread(target=self._copy_loop, name="kv-local", daemon=True)
         self._thread.start()
 
@@ -72,10 +73,11 @@ class LocalConnector:
     def forget(self, peer: str) -> None:
         """Pulls of the peer that wait fail now; one that is being copied ends as it would."""
         with self._wake:
+            self._peers.pop(peer, None)
             gone = [pull for pull in self._waiting if pull.peer == peer]
             self._waiting = deque(pull for pull in self._waiting if pull.peer != peer)
         for pull in gone:
-            self._outcomes.failed(pull.pull_id, f"peer {peer} was given up", quiet=True)
+            self._outcomes.failed(pull.pull_id, f"peer {peer}: given up", quiet=True)
 
     def release(self, export_id: str) -> None:
         self._exports.release(export_id)
@@ -105,7 +107,7 @@ class LocalConnector:
             try:
                 num_bytes = self._copy(pull)
             except (ConnectorError, ValueError) as error:
-                self._outcomes.failed(pull.pull_id, str(error), quiet=True)
+                self._outcomes.failed(pull.pull_id, f"peer {pull.peer}: {error}", quiet=True)
             else:
                 self._outcomes.finished(pull.pull_id, num_bytes)
 
@@ -113,9 +115,12 @@ class LocalConnector:
         mine = self._attached_pool()
         address = PoolAddress.decode(pull.address)
         address.require_match(mine, self.name)
+        with self._wake:
+            if self._peers.setdefault(pull.peer, pull.address) != pull.address:
+                raise ConnectorError("another address than before: an incarnation has one")
         peer = _ATTACHED.get(address.name)
         if peer is None or peer._pool is None:
-            raise ConnectorError(f"peer {pull.peer} at {address.name} is not attached in process {os.getpid()}")
+            raise ConnectorError(f"{address.name} is not attached in process {os.getpid()}")
         address.require_blocks(pull.source_blocks)
         mine.require_blocks(pull.destination_blocks)
         copy_runs(peer._pool.tensor, mine.tensor, coalesce(pull.source_blocks, pull.destination_blocks))

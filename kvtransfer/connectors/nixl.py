@@ -217,7 +217,7 @@ class _Reads:
             peer = self._peer_of(pull, now)
             pieces = self._cut(pull, peer)
         except (ConnectorError, ValueError) as error:
-            self._outcomes.failed(pull.pull_id, str(error), quiet=True)
+            self._fail(pull, str(error), quiet=True)
             return
         if not peer.posts:
             peer.progressed_at = now
@@ -227,7 +227,7 @@ class _Reads:
 
     def forget(self, peer_name: str) -> None:
         if peer := self._peers.get(peer_name):
-            self._give_up(peer, f"peer {peer_name} was given up")
+            self._give_up(peer, "given up")
 
     def advance(self, now: float) -> float:
         """Looks at every post, then posts at most one piece a peer; returns how long to wait before the next time."""
@@ -237,7 +237,7 @@ class _Reads:
             if peer.lost:
                 self._unlink_if_quiet(peer)
             elif self._silent_s(peer, now) > self._peer_timeout_s:
-                self._fail_reads(peer, f"peer {peer.incarnation} silent for {self._silent_s(peer, now):.1f} s")
+                self._fail_reads(peer, f"silent for {self._silent_s(peer, now):.1f} s")
             else:
                 moved |= self._post_one(peer, now)
         if moved:
@@ -257,7 +257,7 @@ class _Reads:
         self._agent.shutdown([peer.link for peer in self._peers.values()], handles)
         for peer in self._peers.values():
             for read in peer.reads:
-                self._outcomes.failed(read.pull.pull_id, peer.lost, quiet=True)
+                self._fail(read.pull, peer.lost, quiet=True)
 
     def _peer_of(self, pull: Pull, now: float) -> _Peer:
         if self._pool is None:
@@ -267,15 +267,15 @@ class _Reads:
             place = PoolAddress.decode(pull.address)
             place.require_match(self._pool, "nixl")
             if others := [other.incarnation for other in self._peers.values() if other.place.name == place.name]:
-                raise ConnectorError(f"the address of peer {pull.peer} is that of {others[0]}")
+                raise ConnectorError(f"its address is that of peer {others[0]}")
             peer = _Peer(pull.peer, pull.address, place, self._agent.link(place), now)
             self._peers[pull.peer] = peer
         if peer.address != pull.address:
-            raise ConnectorError(f"peer {pull.peer} has another address than before: an incarnation has one")
+            raise ConnectorError("another address than before: an incarnation has one")
         if peer.lost:
             raise ConnectorError(peer.lost)
         if self._silent_s(peer, now) > self._peer_timeout_s:
-            raise ConnectorError(f"peer {pull.peer} silent for {self._silent_s(peer, now):.1f} s")
+            raise ConnectorError(f"silent for {self._silent_s(peer, now):.1f} s")
         return peer
 
     def _cut(self, pull: Pull, peer: _Peer) -> deque[_Piece]:
@@ -301,7 +301,7 @@ class _Reads:
                 over = self._agent.finished(post.handle, peer.link)
             except ConnectorError as error:
                 over = True
-                peer.lost = peer.lost or f"peer {peer.incarnation} is lost: {error}"
+                peer.lost = peer.lost or f"lost: {error}"
             if over:
                 post.read.num_posts -= 1
                 ended.append(post.read)
@@ -326,7 +326,7 @@ class _Reads:
         try:
             handle = self._agent.read(peer.link, piece.source, piece.destination)
         except ConnectorError as error:
-            self._give_up(peer, f"peer {peer.incarnation} is lost: {error}")
+            self._give_up(peer, f"lost: {error}")
             return True
         if handle is not None:
             read.num_posts += 1
@@ -340,12 +340,12 @@ class _Reads:
         assert self._pool is not None
         peer.reads.remove(read)
         if read.failed:
-            self._outcomes.failed(read.pull.pull_id, "", quiet=True)
+            self._fail(read.pull, "", quiet=True)
             return
         try:
             verify_checksum(self._pool, read.pull)
         except ConnectorError as error:
-            self._outcomes.failed(read.pull.pull_id, str(error), quiet=True)
+            self._fail(read.pull, str(error), quiet=True)
         else:
             self._outcomes.finished(read.pull.pull_id, len(read.pull.destination_blocks) * self._pool.block_bytes)
 
@@ -359,8 +359,11 @@ class _Reads:
             read.pieces.clear()
             if not read.failed:
                 read.failed = True
-                self._outcomes.failed(read.pull.pull_id, reason, quiet=False)
+                self._fail(read.pull, reason, quiet=False)
             self._end_if_over(peer, read)
+
+    def _fail(self, pull: Pull, reason: str, *, quiet: bool) -> None:
+        self._outcomes.failed(pull.pull_id, f"peer {pull.peer}: {reason}", quiet=quiet)
 
     def _unlink_if_quiet(self, peer: _Peer) -> None:
         if not peer.posts:

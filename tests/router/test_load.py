@@ -98,6 +98,20 @@ def test_decode_room_counts_legs_for_which_the_worker_has_not_reserved_yet() -> 
     assert book.view("d0", now=1.0).free_kv_tokens == 1024 - 160
 
 
+def test_a_worker_has_at_least_the_sequences_that_this_router_has_on_it() -> None:
+    book = book_with(description("d0", Role.DECODE))
+    for number in range(1, 9):
+        book.dispatched("d0", f"leg{number}", number, prefill_tokens=0, kv_tokens=16)
+    book.report(report("d0", role=Role.DECODE, last_submit=8, running=3), now=1.0)
+    view = book.view("d0", now=1.0)
+    assert (view.running, view.credit_sequences) == (8, 0)
+
+
+def test_a_prefill_worker_may_have_steps_of_sequences_waiting_and_a_decode_worker_one_step_in_all() -> None:
+    book = book_with(description("p0"), description("d0", Role.DECODE), description("c0", Role.COLOCATED))
+    assert [view.credit_sequences for view in book.views(0.0)] == [16, 8, 8]
+
+
 @pytest.mark.parametrize(
     "late",
     [

@@ -1,0 +1,74 @@
+"""Builds a `Decoder` from a checkpoint that names its tensors as all of our families do.
+
+Owns: the tensor names, and which tensors are fused. Refuses to know: which family has which biases and norms; the
+family's file says so in `Traits`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from baton.engine.layers import Decoder, Layer, Linear
+from baton.engine.models.config import ModelConfig
+from baton.engine.rotary import Frequencies, inverse_frequencies
+from baton.engine.weights import Weights
+from baton.kernels.linear import pack
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What sets a family apart from the others."""
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+
+def build(config: ModelConfig, weights: Weights, traits: Traits) -> Decoder:
+    """Reads all weights; raises WeightError with the tensor's name."""
+    embedding = weights.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+    head = embedding
+    if not config.tie_word_embeddings:
+        head = weights.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
+    frequencies = inverse_frequencies(config.rope, config.head_dim)
+    return Decoder(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        norm_epsilon=config.rms_norm_eps,
+        frequencies=Frequencies(frequencies.inverse.to(embedding.device), frequencies.factor),
+        embedding=embedding,
+        layers=tuple(_layer(config, weights, traits, f"model.layers.{i}.") for i in range(config.num_layers)),
+        norm=weights.tensor("model.norm.weight", config.hidden_size),
+        head=Linear(pack(head), None),
+    )
+
+
+def _layer(config: ModelConfig, weights: Weights, traits: Traits, prefix: str) -> Layer:
+    hidden, middle, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
+
+    def fused(names: tuple[str, ...], rows: int, columns: int, bias: bool) -> Linear:
+        weight = weights.stacked([f"{prefix}{name}.weight" for name in names], rows, columns)
+        return Linear(pack(weight), weights.stacked([f"{prefix}{name}.bias" for name in names], rows) if bias else None)
+
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    return Layer(
+        attention_norm=weights.tensor(f"{prefix}input_layernorm.weight", hidden),
+        qkv=fused(qkv, q_rows + 2 * kv_rows, hidden, traits.qkv_bias),
+        qk_norm=_qk_norm(config, weights, prefix) if traits.qk_norm else None,
+        output=fused(("self_attn.o_proj",), hidden, q_rows, traits.output_bias),
+        mlp_norm=weights.tensor(f"{prefix}post_attention_layernorm.weight", hidden),
+        gate_up=fused(("mlp.gate_proj", "mlp.up_proj"), 2 * middle, hidden, traits.mlp_bias),
+        down=fused(("mlp.down_proj",), hidden, middle, traits.mlp_bias),
+    )
+
+
+def _qk_norm(config: ModelConfig, weights: Weights, prefix: str) -> torch.Tensor:
+    """One row a head, so that queries and keys are normalised in one pass."""
+    query = weights.tensor(f"{prefix}self_attn.q_norm.weight", config.head_dim)
+    key = weights.tensor(f"{prefix}self_attn.k_norm.weight", config.head_dim)
+    return torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))

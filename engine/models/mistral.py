@@ -1,0 +1,13 @@
+"""Mistral 7B and its kin: no biases. Versions with a sliding window run up to the length of the window."""
+
+from __future__ import annotations
+
+from baton.engine.layers import Decoder
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.decoder import Traits, build
+from baton.engine.weights import Weights
+
+
+def load(config: ModelConfig, weights: Weights) -> Decoder:
+    """Builds the decoder; raises WeightError with the tensor's name."""
+    return build(config, weights, Traits())

@@ -1,0 +1,13 @@
+"""Qwen2 and Qwen2.5: query, key and value have a bias, which config.json does not mention."""
+
+from __future__ import annotations
+
+from baton.engine.layers import Decoder
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.decoder import Traits, build
+from baton.engine.weights import Weights
+
+
+def load(config: ModelConfig, weights: Weights) -> Decoder:
+    """Builds the decoder; raises WeightError with the tensor's name."""
+    return build(config, weights, Traits(qkv_bias=True))

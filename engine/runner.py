@@ -1,0 +1,186 @@
+"""Computes steps: owns the model's weights and the KV pool of one worker.
+
+Owns: the translation of a Step into one flat batch of tensors, and of the result into token ids and log-probabilities.
+Refuses to know: why these chunks, what follows from the tokens, and that other workers exist. It reads sequences and
+never writes to them.
+
+    Step: chunks   [ A: 1 token ] [ B: 200 tokens, samples ] [ C: 1 token ] [ D: 64 tokens ]
+    batch rows     C A (one token each, short contexts first) B B B B ... D D ...
+    logits         of C, A and the last row of B;  of other rows of B where prompt log-probabilities are wanted
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from baton import __version__
+from baton.engine import kv_cache
+from baton.engine.checkpoint import model_name, resolve_model
+from baton.engine.description import ModelDescription
+from baton.engine.layers import Batch, Decoder
+from baton.engine.models import llama, mistral, qwen2, qwen3
+from baton.engine.models.config import ModelConfig, UnsupportedModel, read_config
+from baton.engine.sampler import Row, sample, token_logprobs
+from baton.engine.weights import Weights
+from baton.kernels.kv_store import Slots
+from baton.kernels.paged_attention import plan_attention
+from baton.proto.messages import KvGeometry, TokenLogprob
+from baton.proto.settings import EngineSettings
+from baton.scheduler.plan import Chunk, Logprobs, Step, StepResult
+
+_LOADERS: dict[str, Callable[[ModelConfig, Weights], Decoder]] = {
+    "llama": llama.load,
+    "mistral": mistral.load,
+    "qwen2": qwen2.load,
+    "qwen3": qwen3.load,
+}
+_PROMPT_ROWS = 256  # rows of prompt logits that are in memory at a time
+_FINGERPRINT_ROWS = 16
+
+
+class Runner:
+    """A loaded model and its KV pool. `kv` is [block, layer, kv_head, 2, token, head_dim], one contiguous tensor.
+
+    Construction reads the weights and sets the process's number of threads (`threads` 0 leaves torch's own choice).
+    Raises CheckpointError, UnsupportedModel, WeightError or OutOfMemory.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        path = resolve_model(settings.model)
+        config = read_config(path)
+        max_model_len = _max_model_len(config, settings.max_model_len)
+        dtype: torch.dtype = getattr(torch, settings.dtype)
+        self._device = torch.device(settings.device)
+        self._block_size = settings.block_size
+        with torch.inference_mode():
+            self._decoder = _LOADERS[config.family](config, Weights(path, dtype, self._device))
+            num_blocks = settings.num_blocks or kv_cache.blocks_for(
+                settings.kv_cache_gib, config, settings.block_size, dtype
+            )
+            self.kv = kv_cache.allocate(config, num_blocks, settings.block_size, dtype, self._device)
+        name = model_name(settings.model)
+        self.description = ModelDescription(
+            name=name,
+            path=path,
+            max_model_len=max_model_len,
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+            dtype=settings.dtype,
+            block_size=settings.block_size,
+            num_blocks=num_blocks,
+            kv_bytes_per_token=kv_cache.kv_bytes_per_token(config, dtype),
+        )
+        self.geometry = KvGeometry(
+            model=f"{name}@{config.digest}-{_fingerprint(self._decoder)}",
+            version=__version__,
+            dtype=settings.dtype,
+            block_size=settings.block_size,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+        )
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> StepResult:
+        """Computes all chunks, leaves their KV in the pool, and samples for the chunks that reach their end."""
+        chunks = step.chunks
+        if not chunks:
+            return StepResult([])
+        order = sorted(range(len(chunks)), key=lambda i: _batch_position(chunks[i]))
+        batch, offsets = self._batch([chunks[i] for i in order])
+        first_rows = dict(zip(order, offsets, strict=True))
+        sampling = [i for i in order if chunks[i].samples]
+        scored = [i for i in order if _num_prompt_rows(chunks[i])]
+        rows = [first_rows[i] + chunks[i].num_tokens - 1 for i in sampling]
+        for i in scored:
+            rows.extend(range(first_rows[i], first_rows[i] + _num_prompt_rows(chunks[i])))
+        hidden = self._decoder.hidden(batch, self.kv, torch.tensor(rows, dtype=torch.int64, device=self._device))
+
+        token_ids = [-1] * len(chunks)
+        logprobs: dict[int, Logprobs] = {}
+        if sampling:
+            logits = self._decoder.logits(hidden[: len(sampling)])
+            samples = sample(logits, [_row(chunks[i]) for i in sampling])
+            for i, token_id in zip(sampling, samples.token_ids, strict=True):
+                token_ids[i] = token_id
+            logprobs = {sampling[k]: Logprobs(sampled=entry) for k, entry in samples.logprobs.items()}
+        row = len(sampling)
+        for i in scored:
+            count = _num_prompt_rows(chunks[i])
+            prompt = self._prompt_logprobs(chunks[i], hidden[row : row + count])
+            logprobs[i] = Logprobs(sampled=logprobs[i].sampled if i in logprobs else None, prompt=prompt)
+            row += count
+        return StepResult(token_ids, logprobs)
+
+    def _batch(self, chunks: Sequence[Chunk]) -> tuple[Batch, list[int]]:
+        """The chunks' tokens on one axis, and the row at which each chunk starts."""
+        lengths = np.array([chunk.num_tokens for chunk in chunks])
+        starts = np.array([chunk.start for chunk in chunks])
+        offsets = np.cumsum(lengths) - lengths
+        positions = np.arange(lengths.sum()) + np.repeat(starts - offsets, lengths)
+        token_ids = np.concatenate(
+            [np.asarray(c.sequence.token_ids[c.start : c.start + c.num_tokens], dtype=np.int64) for c in chunks]
+        )
+        tables = [np.asarray(chunk.sequence.block_ids, dtype=np.int64) for chunk in chunks]
+        # One long table of all sequences' blocks: sequence i's part starts at bases[i].
+        sizes = np.array([len(table) for table in tables])
+        bases = np.cumsum(sizes) - sizes
+        blocks = np.concatenate(tables)[positions // self._block_size + np.repeat(bases, lengths)]
+        attention = plan_attention(self.kv, lengths.tolist(), (starts + lengths).tolist(), tables)
+        slots = Slots(self._tensor(blocks), self._tensor(positions % self._block_size))
+        return Batch(self._tensor(token_ids), self._tensor(positions), slots, attention), offsets.tolist()
+
+    def _tensor(self, values: np.ndarray[tuple[int], np.dtype[np.int64]]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+    def _prompt_logprobs(self, chunk: Chunk, hidden_RE: torch.Tensor) -> tuple[TokenLogprob, ...]:
+        count = chunk.sequence.sampling.prompt_logprobs or 0
+        first = chunk.start + 1
+        targets = torch.tensor(chunk.sequence.token_ids[first : first + len(hidden_RE)], device=self._device)
+        entries: list[TokenLogprob] = []
+        for hidden, wanted in zip(hidden_RE.split(_PROMPT_ROWS), targets.split(_PROMPT_ROWS), strict=True):
+            entries.extend(token_logprobs(self._decoder.logits(hidden), wanted, [count] * len(wanted)))
+        return tuple(entries)
+
+
+def _batch_position(chunk: Chunk) -> tuple[bool, int]:
+    """One-token chunks first, by the length of their context: neighbours share a group in attention."""
+    return chunk.num_tokens > 1, chunk.start
+
+
+def _num_prompt_rows(chunk: Chunk) -> int:
+    """Leading rows of a chunk whose next token is a prompt token that somebody wants scored."""
+    if chunk.sequence.sampling.prompt_logprobs is None:
+        return 0
+    return max(0, min(chunk.num_tokens, chunk.sequence.num_prompt_tokens - 1 - chunk.start))
+
+
+def _row(chunk: Chunk) -> Row:
+    sequence = chunk.sequence
+    return Row(sequence.sampling, sequence.token_ids, sequence.num_prompt_tokens, chunk.start + chunk.num_tokens)
+
+
+def _max_model_len(config: ModelConfig, wanted: int) -> int:
+    if wanted > config.max_model_len:
+        raise UnsupportedModel(f"max_model_len {wanted}: the model has positions up to {config.max_model_len}")
+    length = wanted or config.max_model_len
+    if config.sliding_window is not None and config.sliding_window < length:
+        raise UnsupportedModel(
+            f"sliding_window {config.sliding_window} is shorter than max_model_len {length}: sliding-window attention "
+            f"is not supported, set max_model_len to {config.sliding_window} or less"
+        )
+    return length
+
+
+def _fingerprint(decoder: Decoder) -> str:
+    """16 hex digits that tell fine-tunes of one configuration apart: the last norm and some rows of the embedding."""
+    rows = torch.linspace(0, len(decoder.embedding) - 1, _FINGERPRINT_ROWS).long()
+    digest = hashlib.sha256(decoder.norm.float().cpu().numpy().tobytes())
+    digest.update(decoder.embedding[rows.to(decoder.embedding.device)].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
