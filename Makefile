@@ -1,4 +1,4 @@
-# Needs make, python3.11 with venv and pip, and gcc. Offline once `make venv` has run.
+# Needs make and python3.11 with venv and pip. Offline once `make venv` has run.
 # PYTHON=... chooses the interpreter that makes .venv; ARGS=... replaces or adds to the arguments of test, serve and bench.
 
 PYTHON ?= python3.11

@@ -72,7 +72,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What was measured of one request, in seconds since the start. `error` is a status name, empty if all went well."""
+    """What was measured of one request, in seconds since the start. `error` is a status name; empty: all went well."""
 
     planned_s: float
     sent_s: float

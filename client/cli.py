@@ -12,13 +12,14 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -29,9 +30,9 @@ from baton.client import bench, chat, console
 from baton.client.client import DEFAULT_TARGET, Client
 from baton.client.errors import BatonError, InvalidRequest, Overloaded
 from baton.client.request import RequestOptions
-from baton.client.resume import Output
 from baton.client.result import Result
-from baton.client.servers import GrpcServer, OpenAIServer
+from baton.client.resume import Output
+from baton.client.servers import BadAddress, GrpcServer, OpenAIServer
 from baton.proto import cluster_pb2 as cluster
 
 _PLAIN_WIDTH = 120
@@ -51,7 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         # Whoever read our output has seen enough. Python would complain once more when it flushes at exit.
-        sys.stdout = open("/dev/null", "w")  # noqa: SIM115 - stays open until the process ends
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process ends
+        return 1
+    except OSError as error:
+        print(f"baton: {error}", file=sys.stderr)
         return 1
 
 
@@ -237,8 +241,9 @@ def _chat(options: argparse.Namespace) -> int:
         import readline  # noqa: F401 - gives `input` line editing and history
     out = _console()
     with _client(options) as client:
+        model = client.model()
         if sys.stdin.isatty():
-            out.print(f"{client.model().name}: {chat.HELP}", style="dim", markup=False)
+            out.print(f"{model.name}: {chat.HELP}", style="dim", markup=False)
         face = chat.Face(
             ask=lambda: input("> " if sys.stdin.isatty() else ""),
             show=_show,
@@ -272,28 +277,31 @@ def _status(options: argparse.Namespace) -> int:
 
 def _show_status(status: cluster.ClusterStatus, options: argparse.Namespace, out: Console) -> None:
     if options.json:
-        _show(json.dumps(MessageToDict(status, preserving_proto_field_name=True)) + "\n")
+        _show(json.dumps(_plain(status)) + "\n")
     else:
         out.print(console.status(status))
 
 
 def _bench(options: argparse.Namespace) -> int:
+    if options.json is not None:
+        options.json.open("a").close()  # a place that cannot be written to is better known before the measurement
     try:
         plan = workload.requests(
             options.workload, options.num_requests, options.rate, options.seed, options.scale_lengths
         )
-        if options.url is not None:
-            server: bench.Server = OpenAIServer(options.url, options.token, options.timeout)
-        else:
-            server = GrpcServer(options.target, options.token, options.timeout)
-    except ValueError as error:
+        return asyncio.run(_measure(options, plan))
+    except (workload.UnknownWorkload, BadAddress) as error:
         print(f"baton: {error}", file=sys.stderr)
         return 2
-    return asyncio.run(_measure(options, plan, server))
 
 
-async def _measure(options: argparse.Namespace, plan: Sequence[workload.Arrival], server: bench.Server) -> int:
+async def _measure(options: argparse.Namespace, plan: Sequence[workload.Arrival]) -> int:
     objectives = bench.Objectives(options.slo_ttft_ms, options.slo_tpot_ms)
+    server: bench.Server
+    if options.url is not None:
+        server = OpenAIServer(options.url, options.token, options.timeout)
+    else:
+        server = GrpcServer(options.target, options.token, options.timeout)
     out = _console()
     try:
         model = await server.model()
@@ -391,6 +399,20 @@ def _complain(error: BatonError) -> None:
         lines = [f"{error.message} (try again in {error.retry_after_s:.1f} s)"]
     for line in lines:
         print(f"baton: {line}", file=sys.stderr)
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message as JSON has it: fields at their defaults included, numbers as numbers, absent messages as null."""
+    plain: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type is None:
+            plain[field.name] = list(value) if field.is_repeated else value
+        elif field.is_repeated:
+            plain[field.name] = [_plain(one) for one in value]
+        else:
+            plain[field.name] = _plain(value) if message.HasField(field.name) else None
+    return plain
 
 
 def _delta(output: Output) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -49,7 +49,7 @@ _CALL_TIMEOUT_S = 30.0
 class Generation:
     """The outputs of one request as they come, to be iterated once. `result()` takes what is left and adds it up."""
 
-    def __init__(self, request_id: str, outputs: Iterator[Output], record: Record) -> None:
+    def __init__(self, request_id: str, outputs: Generator[Output, None, None], record: Record) -> None:
         self.request_id = request_id
         self._outputs = outputs
         self._record = record
@@ -69,7 +69,7 @@ class Generation:
 
     def close(self) -> None:
         """Cancels the request if it is still in progress."""
-        self._outputs.close()  # type: ignore[attr-defined]
+        self._outputs.close()
 
     def __enter__(self) -> Self:
         return self
@@ -83,7 +83,7 @@ class Generation:
 class AsyncGeneration:
     """`Generation` for asyncio."""
 
-    def __init__(self, request_id: str, outputs: AsyncIterator[Output], record: Record) -> None:
+    def __init__(self, request_id: str, outputs: AsyncGenerator[Output, None], record: Record) -> None:
         self.request_id = request_id
         self._outputs = outputs
         self._record = record
@@ -102,7 +102,7 @@ class AsyncGeneration:
         return self._record.result(self.request_id)
 
     async def close(self) -> None:
-        await self._outputs.aclose()  # type: ignore[attr-defined]
+        await self._outputs.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -129,8 +129,8 @@ class Client:
         self._timeout_s = timeout_s
         self._patience = patience or Patience()
         self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
-        self._inference: Any = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
-        self._cluster: Any = cluster_pb2_grpc.ClusterStub(self._channel)  # type: ignore[no-untyped-call]
+        self._inference: Any = inference_pb2_grpc.InferenceStub(self._channel)
+        self._cluster: Any = cluster_pb2_grpc.ClusterStub(self._channel)
         self._connected = False
 
     def generate(
@@ -149,7 +149,9 @@ class Client:
         outputs = self._outputs(request, record, timeout_s if timeout_s is not None else self._timeout_s)
         return Generation(request.request_id, outputs, record)
 
-    def _outputs(self, request: inference.GenerateRequest, record: Record, timeout_s: float | None) -> Iterator[Output]:
+    def _outputs(
+        self, request: inference.GenerateRequest, record: Record, timeout_s: float | None
+    ) -> Generator[Output, None, None]:
         progress = Progress(request, self._patience, self._connected)
         record.start(time.monotonic())
         deadline = time.monotonic() + timeout_s if timeout_s is not None else None
@@ -190,7 +192,7 @@ class Client:
         response: cluster.ClusterStatus = self._call(self._cluster.GetStatus, cluster.GetStatusRequest())
         return response
 
-    def watch_status(self, interval_s: float = 1.0) -> Iterator[cluster.ClusterStatus]:
+    def watch_status(self, interval_s: float = 1.0) -> Generator[cluster.ClusterStatus, None, None]:
         """The status at once and then every `interval_s`, until the iterator is closed or the router goes."""
         call = self._cluster.WatchStatus(cluster.WatchStatusRequest(interval_s=interval_s), metadata=self._metadata)
         try:
@@ -254,8 +256,8 @@ class AsyncClient:
         self._timeout_s = timeout_s
         self._patience = patience or Patience()
         self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
-        self._inference: Any = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
-        self._cluster: Any = cluster_pb2_grpc.ClusterStub(self._channel)  # type: ignore[no-untyped-call]
+        self._inference: Any = inference_pb2_grpc.InferenceStub(self._channel)
+        self._cluster: Any = cluster_pb2_grpc.ClusterStub(self._channel)
         self._connected = False
 
     def generate(
@@ -275,7 +277,7 @@ class AsyncClient:
 
     async def _outputs(
         self, request: inference.GenerateRequest, record: Record, timeout_s: float | None
-    ) -> AsyncIterator[Output]:
+    ) -> AsyncGenerator[Output, None]:
         progress = Progress(request, self._patience, self._connected)
         record.start(time.monotonic())
         deadline = time.monotonic() + timeout_s if timeout_s is not None else None
@@ -311,7 +313,7 @@ class AsyncClient:
         response: cluster.ClusterStatus = await self._call(self._cluster.GetStatus, cluster.GetStatusRequest())
         return response
 
-    async def watch_status(self, interval_s: float = 1.0) -> AsyncIterator[cluster.ClusterStatus]:
+    async def watch_status(self, interval_s: float = 1.0) -> AsyncGenerator[cluster.ClusterStatus, None]:
         call = self._cluster.WatchStatus(cluster.WatchStatusRequest(interval_s=interval_s), metadata=self._metadata)
         try:
             async for status in call:

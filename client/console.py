@@ -31,7 +31,7 @@ _STAGES = (
 )
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _BAR_CELLS = 24
-_USAGE_CELLS = 8
+_USAGE_CELLS = 5
 _STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "lost": "red"}
 
 
@@ -105,33 +105,36 @@ def bar(share: float, cells: int) -> str:
 
 
 def status(message: cluster.ClusterStatus) -> RenderableType:
-    """Router, pools and workers, one line each."""
-    table = _table()
+    """Router, pools and workers, one line each, within 80 columns. QUEUED counts tokens, MOVING hand-offs."""
+    table = _table(gap=1)
     table.add_column("WORKER", no_wrap=True)
     table.add_column("STATE", no_wrap=True)
-    for name in ("QUEUE TOK", "RUN", "WAIT", "HAND-OFF"):
+    for name in ("QUEUED", "RUN", "WAIT", "MOVING"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("KV USAGE", no_wrap=True)
     table.add_column("STEP MS", justify="right", no_wrap=True)
     table.add_column("INCARN.", no_wrap=True)
     table.add_column("RESTARTS", justify="right", no_wrap=True)
     for pool in message.pools:
-        alive = sum(worker.state == "ready" for worker in pool.workers)
-        table.add_row(Text(f"{pool.name} ({pool.role}, {alive} of {pool.size} ready)", "bold"))
+        ready = sum(worker.state == "ready" for worker in pool.workers)
+        name = pool.name if pool.name == pool.role else f"{pool.name} ({pool.role})"
+        table.add_row(Text(f"{name} {ready}/{pool.size}", "bold"))
         for worker in pool.workers:
             table.add_row(*_worker(worker))
-    return Group(_router(message), Text(), table)
+    return Group(*_router(message), Text(), table)
 
 
-def _router(message: cluster.ClusterStatus) -> Text:
+def _router(message: cluster.ClusterStatus) -> Iterable[Text]:
     router = message.router
-    line = Text.assemble((message.model or "no model", "bold"), f"  router {router.incarnation[:8]}")
-    line.append(f"  up {duration(router.uptime_s)}")
-    line.append(f"  queued {router.queued}  running {router.running}  requests {router.requests_total:,}")
-    line.append(f"  retries {router.retries_total:,}")
+    head = Text.assemble((message.model or "no model", "bold"), f", router {router.incarnation[:8]}")
+    head.append(f", up {duration(router.uptime_s)}")
     if router.draining:
-        line.append("  draining", style="yellow")
-    return line
+        head.append(", draining", style="yellow")
+    yield head
+    yield Text(
+        f"{counted(router.running, 'request')} running, {router.queued:,} queued, {router.requests_total:,} in all, "
+        f"{counted(router.retries_total, 'retry', 'retries')}"
+    )
 
 
 def _worker(worker: cluster.WorkerStatus) -> list[RenderableType]:
@@ -231,5 +234,5 @@ def _errors(errors: Mapping[str, int]) -> Table:
     return table
 
 
-def _table() -> Table:
-    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", highlight=False)
+def _table(gap: int = 2) -> Table:
+    return Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim", highlight=False)

@@ -2,7 +2,7 @@
 
 Owns: two commands that a person would type into two terminals, and the promise that nothing of them is left running,
 whether the demo ends well, ends badly, is interrupted or is killed.
-Refuses to know: what the commands do; it reads `ready` and exit codes.
+Refuses to know: what the commands do; it reads the line `ready ... HOST:PORT ...` and exit codes.
 
     baton serve ... --(prints `ready ...`)--> baton generate ... --> SIGINT to the server, then wait for all of it
 """
@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -27,7 +27,7 @@ from types import FrameType
 import psutil
 
 QUESTION = "What is the capital of France?"
-READY_PREFIX = "ready"
+READY = re.compile(r"ready\b.*?(\S+:\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,33 +42,26 @@ class Patience:
 
 def main() -> int:
     """Runs the demo; returns the exit code of `baton generate`, or 1 if the server did not get ready."""
-    grpc_port, http_port = free_ports(2)
-    serve = ["serve", "--prefill", "1", "--decode", "1", "--model", "demo", "--device", "cpu"]
-    serve += ["--port", str(grpc_port), "--http-port", str(http_port)]
-    generate = ["generate", "--chat", QUESTION, "--stream", "--address", f"127.0.0.1:{grpc_port}"]
     baton = [sys.executable, "-u", "-m", "baton.client.cli"]
+    serve = [*baton, "serve", "--prefill", "1", "--decode", "1", "--model", "demo", "--device", "cpu", "--port", "0"]
+    generate = [*baton, "generate", "--chat", QUESTION, "--stream", "--temperature", "0", "--max-tokens", "64"]
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, exit_on_signal)
     try:
-        return run([*baton, *serve], [*baton, *generate], Patience())
+        return run(serve, generate, Patience())
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
 
-def free_ports(count: int) -> list[int]:
-    """Distinct TCP ports that nobody listens on at this moment."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(server.getsockname()[1]) for server in sockets]
-
-
 def run(serve: Sequence[str], generate: Sequence[str], patience: Patience) -> int:
-    """Starts `serve`, runs `generate` once it is ready, stops `serve`; returns the exit code of `generate`."""
+    """Starts `serve`, asks it with `generate` when it is ready, stops it; returns the exit code of `generate`."""
     _say(serve)
     with _running(serve, patience) as server:
-        if not server.wait_until_ready(patience.ready_s):
+        address = server.wait_until_ready(patience.ready_s)
+        if address is None:
             print(server.complaint(patience.ready_s), file=sys.stderr, flush=True)
             return 1
+        generate = [*generate, "--address", address]
         _say(generate)
         try:
             return subprocess.run(generate, check=False, timeout=patience.answer_s).returncode
@@ -82,6 +75,7 @@ class _Server:
 
     def __init__(self, command: Sequence[str]) -> None:
         self._tail: deque[str] = deque(maxlen=40)
+        self._address: str | None = None
         self._ready = threading.Event()
         # A session of its own: Ctrl-C in the terminal reaches us alone, and we stop the server in order.
         self.process = subprocess.Popen(
@@ -97,16 +91,14 @@ class _Server:
         self._reader = threading.Thread(target=self._read, name="demo-server-output", daemon=True)
         self._reader.start()
 
-    def wait_until_ready(self, within_s: float) -> bool:
-        """False once the server has exited, or has not become ready in time."""
+    def wait_until_ready(self, within_s: float) -> str | None:
+        """The server's address; None once it has exited, or has not become ready in time."""
         deadline = time.monotonic() + within_s
-        while time.monotonic() < deadline:
-            if self._ready.wait(0.1):
-                return True
+        while time.monotonic() < deadline and not self._ready.wait(0.1):
             if self.process.poll() is not None:
                 self._reader.join(1.0)
-                return self._ready.is_set()
-        return False
+                break
+        return self._address
 
     def complaint(self, within_s: float) -> str:
         code = self.process.poll()
@@ -130,7 +122,8 @@ class _Server:
             self._tail.append(line.rstrip())
             if not self._ready.is_set():
                 print(f"  {line.rstrip()}", flush=True)
-            if line.startswith(READY_PREFIX):
+            if self._address is None and (match := READY.match(line)):
+                self._address = match.group(1)
                 self._ready.set()
 
 

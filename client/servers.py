@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import ssl
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,10 @@ from baton.client.resume import Patience
 # Ids that are ordinary words in every vocabulary in use, where a server does not tell the size of its own.
 _COMMON_TOKEN_IDS = range(1_000, 20_000)
 _COMMON_MODEL_LEN = 4096
+
+
+class BadAddress(ValueError):
+    """A URL that no server can be behind."""
 
 
 class GrpcServer:
@@ -58,7 +63,7 @@ class OpenAIServer:
     def __init__(self, url: str, token: str | None, timeout_s: float) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"not an http:// or https:// address: {url}")
+            raise BadAddress(f"not an http:// or https:// address: {url}")
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
@@ -115,9 +120,8 @@ class OpenAIServer:
                 try:
                     reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._ssl)
                 except OSError as error:
-                    raise ConnectionRefused(
-                        f"no server at {self._url} ({error.strerror or error})", "UNAVAILABLE"
-                    ) from None
+                    reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error
+                    raise ConnectionRefused(f"no server at {self._url} ({reason})", "UNAVAILABLE") from None
                 writer.write(self._head_and_body(method, path, question))
                 await writer.drain()
                 response = await _Response.read(reader)
@@ -175,7 +179,7 @@ class _Response:
             while data := await self.reader.read(1 << 16):
                 yield data
 
-    async def events(self) -> AsyncIterator[Any]:
+    async def events(self) -> AsyncGenerator[Any, None]:
         """The JSON of each server-sent event, up to `[DONE]`."""
         rest = b""
         async for part in self.body():

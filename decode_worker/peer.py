@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator
 from typing import Protocol
 
 import grpc
@@ -77,7 +77,7 @@ class PeerLink:
         reason = "the stream ended"
         try:
             async with grpc.aio.insecure_channel(self.grpc_address, options=KEEPALIVE_OPTIONS) as channel:
-                stream = worker_pb2_grpc.HandoffStub(channel).Watch(self._outgoing())  # type: ignore[no-untyped-call]
+                stream = worker_pb2_grpc.HandoffStub(channel).Watch(self._outgoing())
                 reason = await self._read(stream)
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
@@ -90,16 +90,19 @@ class PeerLink:
         yield wire.WatcherMessage(hello=self._hello)
         while True:
             try:
-                yield await asyncio.wait_for(self._outbox.get(), self._settings.heartbeat_s)
+                async with asyncio.timeout(self._settings.heartbeat_s):
+                    message = await self._outbox.get()
             except TimeoutError:
-                yield wire.WatcherMessage(heartbeat=wire.Heartbeat())
+                message = wire.WatcherMessage(heartbeat=wire.Heartbeat())
+            yield message
 
-    async def _read(self, stream: grpc.aio.StreamStreamCall) -> str:
+    async def _read(self, stream: AsyncIterable[wire.LenderMessage]) -> str:
         """Reads until the peer is lost; returns or raises why."""
-        timeout_s = self._settings.peer_timeout_s
+        messages = aiter(stream)
         while True:
-            message = await asyncio.wait_for(stream.read(), timeout_s)
-            if message is grpc.aio.EOF:
+            async with asyncio.timeout(self._settings.peer_timeout_s):
+                message = await anext(messages, None)
+            if message is None:
                 return "the stream ended"
             self._heard_s = self._clock()
             match message.WhichOneof("message"):

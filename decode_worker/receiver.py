@@ -233,7 +233,7 @@ class Receiver:
             self._fail(incoming.sequence_id, str(error))
             return
         if incoming.next_token is not None:
-            handoff.final_s = self._clock()
+            handoff.final_s = self._clock() - message.age_s
         if first and incoming.announced:
             self._strip.announce(incoming.sequence_id)
         self._advance(handoff)

@@ -55,7 +55,13 @@ class DecodeWorker:
         self.core.loop.call(lambda: self.core.scheduler.announce(sequence_id))
 
     def land(self, sequence_id: str, next_token: int, num_transferred_tokens: int, landed_s: float) -> None:
-        self.core.loop.call(lambda: self.core.scheduler.land(sequence_id, next_token, num_transferred_tokens, landed_s))
+        def land() -> None:
+            scheduler = self.core.scheduler
+            if not scheduler.land(sequence_id, next_token, num_transferred_tokens, landed_s):
+                # It was aborted meanwhile. All of its reads have ended, so nothing else will settle its blocks.
+                scheduler.settle(sequence_id)
+
+        self.core.loop.call(land)
 
     def fail(self, sequence_id: str, reason: str) -> None:
         failure = LegFailure(sequence_id, FailureKind.SOURCE_LOST, reason)

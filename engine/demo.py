@@ -30,6 +30,8 @@ def convert(target: Path) -> None:
     )
     model.save_pretrained(target)
     transformers.AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
+    for file in target.iterdir():
+        file.chmod(0o644)
 
 
 def _gguf_file() -> Path:

@@ -3,8 +3,8 @@
 Owns: `inverse_frequencies`. Refuses to know: positions, and how anything is rotated (kernels/rope.py).
 
 Sources: RoFormer (default), kaiokendev's linear interpolation, Llama 3.1's reference code (llama3), and YaRN by Peng
-et al., arXiv 2309.00071. Arithmetic is fp32 in the order of the checkpoints' reference implementations: at position 100,000 one
-bit of a frequency is visible.
+et al., arXiv 2309.00071. Arithmetic is fp32 in the order of the checkpoints' reference implementations: at position
+100,000 one bit of a frequency is visible.
 """
 
 from __future__ import annotations

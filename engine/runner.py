@@ -60,10 +60,10 @@ class Runner:
         self._block_size = settings.block_size
         with torch.inference_mode():
             self._decoder = _LOADERS[config.family](config, Weights(path, dtype, self._device))
-            num_blocks = settings.num_blocks or kv_cache.blocks_for(
-                settings.kv_cache_gib, config, settings.block_size, dtype
-            )
-            self.kv = kv_cache.allocate(config, num_blocks, settings.block_size, dtype, self._device)
+        num_blocks = settings.num_blocks or kv_cache.blocks_for(
+            settings.kv_cache_gib, config, settings.block_size, dtype
+        )
+        self.kv = kv_cache.allocate(config, num_blocks, settings.block_size, dtype, self._device)
         name = model_name(settings.model)
         self.description = ModelDescription(
             name=name,
@@ -144,8 +144,9 @@ class Runner:
         first = chunk.start + 1
         targets = torch.tensor(chunk.sequence.token_ids[first : first + len(hidden_RE)], device=self._device)
         entries: list[TokenLogprob] = []
-        for hidden, wanted in zip(hidden_RE.split(_PROMPT_ROWS), targets.split(_PROMPT_ROWS), strict=True):
-            entries.extend(token_logprobs(self._decoder.logits(hidden), wanted, [count] * len(wanted)))
+        for row in range(0, len(targets), _PROMPT_ROWS):
+            logits = self._decoder.logits(hidden_RE[row : row + _PROMPT_ROWS])
+            entries.extend(token_logprobs(logits, targets[row : row + _PROMPT_ROWS], [count] * len(logits)))
         return tuple(entries)
 
 

@@ -1,7 +1,8 @@
 """Chooses tokens from logits, for all rows of a step at once.
 
 Owns: the order in which a request's sampling parameters apply, and log-probabilities. Refuses to know: models, and who
-asked. A row's result depends on the row alone, never on its neighbours in the batch.
+asked. A row's result depends on the row alone, never on its neighbours in the batch. Ids in a request that are outside
+the vocabulary name no token and have no effect.
 
     logits -> fp32 -> logit bias -> repetition, presence, frequency penalties -> min_tokens hides the stop ids
            -> [log-probabilities are taken here] -> temperature -> top-k -> top-p -> min-p -> noise -> the largest
@@ -24,7 +25,7 @@ from baton.kernels.sampling_noise import gumbel_noise, row_keys
 from baton.proto.messages import Sampling, TokenLogprob
 
 _GREEDY_BELOW = 1e-5  # a temperature so small would overflow the scores
-_CANDIDATES = 1024  # most likely tokens that a filter looks at before it sorts the whole vocabulary
+_CANDIDATES = 1024  # most likely tokens that top-p and min-p look at before they take in the whole vocabulary
 
 
 class Row(NamedTuple):
@@ -111,8 +112,9 @@ def _largest(scores_RV: torch.Tensor) -> torch.Tensor:
 def _add_bias(scores_RV: torch.Tensor, rows: Sequence[Row]) -> None:
     for i, row in enumerate(rows):
         if row.sampling.logit_bias:
-            ids = torch.tensor([entry.token_id for entry in row.sampling.logit_bias], device=scores_RV.device)
-            bias = torch.tensor([entry.bias for entry in row.sampling.logit_bias], device=scores_RV.device)
+            entries = [entry for entry in row.sampling.logit_bias if 0 <= entry.token_id < scores_RV.shape[1]]
+            ids = torch.tensor([entry.token_id for entry in entries], dtype=torch.int64, device=scores_RV.device)
+            bias = torch.tensor([entry.bias for entry in entries], dtype=torch.float32, device=scores_RV.device)
             scores_RV[i].index_add_(0, ids, bias)
 
 
@@ -129,13 +131,15 @@ def _penalize(scores_RV: torch.Tensor, rows: Sequence[Row]) -> None:
             output = np.asarray(row.token_ids[row.num_prompt_tokens : row.num_tokens], dtype=np.int64)
             ids, counts = np.unique(output, return_counts=True)
             penalty = s.presence_penalty + s.frequency_penalty * counts.astype(np.float32)
-            scores_RV[i, torch.from_numpy(ids)] -= torch.from_numpy(penalty.astype(np.float32)).to(scores_RV.device)
+            written = torch.from_numpy(ids).to(scores_RV.device)
+            scores_RV[i, written] -= torch.from_numpy(penalty.astype(np.float32)).to(scores_RV.device)
 
 
 def _hide_stop_ids(scores_RV: torch.Tensor, rows: Sequence[Row]) -> None:
     for i, row in enumerate(rows):
-        if row.num_tokens - row.num_prompt_tokens < row.sampling.min_tokens and row.sampling.stop_token_ids:
-            scores_RV[i, torch.tensor(row.sampling.stop_token_ids, device=scores_RV.device)] = -math.inf
+        if row.num_tokens - row.num_prompt_tokens < row.sampling.min_tokens:
+            ids = [token_id for token_id in row.sampling.stop_token_ids if 0 <= token_id < scores_RV.shape[1]]
+            scores_RV[i, torch.tensor(ids, dtype=torch.int64, device=scores_RV.device)] = -math.inf
 
 
 def _draw(scores_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
@@ -167,13 +171,13 @@ def _draw_whole(scores_RV: torch.Tensor, keys_R2: torch.Tensor) -> torch.Tensor:
 def _draw_filtered(scores_RV: torch.Tensor, keys_R2: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
     """Most filters keep few tokens: then only the candidates need noise, which is the same noise either way."""
     vocabulary = scores_RV.shape[1]
-    width = min(vocabulary, max(_CANDIDATES, *(s.top_k for s in samplings)) + 1)
+    width = min(vocabulary, max(s.top_k or _CANDIDATES for s in samplings) + 1)
     top = scores_RV.topk(width, dim=1)
     thresholds = filter_thresholds(scores_RV, top.values, samplings)
     candidates = top.values.masked_fill(top.values < thresholds[:, None], -math.inf)
     noise = gumbel_noise(keys_R2, top.indices.int()).add_(candidates)
     chosen = top.indices.gather(1, _largest(noise)[:, None])[:, 0]
-    open_ended = (top.values[:, -1] >= thresholds).nonzero()[:, 0] if width < vocabulary else []
+    open_ended = ((top.values[:, -1] >= thresholds) & (width < vocabulary)).nonzero()[:, 0]
     if len(open_ended):
         scores = scores_RV[open_ended]
         scores.masked_fill_(scores < thresholds[open_ended, None], -math.inf)
@@ -199,7 +203,7 @@ def filter_thresholds(scores_RV: torch.Tensor, top_RC: torch.Tensor, samplings: 
         above = _mass_above(top_RC[nucleus].masked_fill(top_RC[nucleus] < thresholds[nucleus, None], -math.inf), total)
         sizes = (above < limit[:, None]).sum(1).clamp(min=1)
         nucleus_thresholds = top_RC[nucleus].gather(1, (sizes - 1)[:, None])[:, 0]
-        wide = (sizes == width).nonzero()[:, 0] if width < vocabulary else []
+        wide = ((sizes == width) & (width < vocabulary)).nonzero()[:, 0]
         if len(wide):
             ordered = kept[wide].sort(dim=-1, descending=True).values
             sizes = (_mass_above(ordered, total[wide]) < limit[wide, None]).sum(1)

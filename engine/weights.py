@@ -35,7 +35,8 @@ class Weights:
                 file = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise WeightError(f"{path}: {error}") from error
-            self._files.update(dict.fromkeys(file.keys(), file))
+            reader: Any = file
+            self._files.update(dict.fromkeys(reader.keys(), reader))
 
     def has(self, name: str) -> bool:
         return name in self._files

@@ -14,7 +14,7 @@ import torch
 
 
 class Slots(NamedTuple):
-    """Where each token of a step keeps its KV: block id and place inside the block, both int64. No slot occurs twice."""
+    """Where each token of a step keeps its KV: block id and place in the block, int64. No slot occurs twice."""
 
     blocks_T: torch.Tensor
     offsets_T: torch.Tensor

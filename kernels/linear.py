@@ -2,8 +2,8 @@
 
     y[t, o] = sum_i x[t, i] * weight[o, i] + bias[o]
 
-Axes: T token, O output feature, I input feature. On a CPU, oneDNN computes bf16 products on a blocked copy of the weight
-and would make that copy anew at every call: at up to 32 rows that is half of the time. `pack` makes it once.
+Axes: T token, O output feature, I input feature. On a CPU, oneDNN computes bf16 products on a blocked copy of the
+weight and would make that copy anew at every call: at up to 32 rows that is half of the time. `pack` makes it once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from torch.nn import functional
 
 def pack(weight_OI: torch.Tensor) -> torch.Tensor:
     """The weight in the form that `linear` likes best; opaque, so keep the original if it is needed otherwise."""
-    packable = weight_OI.device.type == "cpu" and weight_OI.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
-    if not packable or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if weight_OI.device.type != "cpu" or weight_OI.dtype != torch.bfloat16 or not torch._C._has_mkldnn:
+        return weight_OI
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return weight_OI
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), None)
     return packed

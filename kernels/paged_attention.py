@@ -4,7 +4,7 @@
 
 where K[j], V[j] of a sequence are pool[table[j // S], layer, :, 0 or 1, j % S]. H/K query heads share a KV head.
 
-A step's tokens are one flat axis: sequence i owns rows [offset i, offset i + 1), its last `query_lens[i]` tokens so far.
+A step's tokens are one flat axis: sequence i owns `query_lens[i]` rows, its last tokens so far.
 Their own keys and values are in the pool already. `plan_attention` turns the step's shape into indices and masks once;
 `paged_attention` then runs once a layer. Here, one-token sequences are gathered in groups that are padded to a common
 length (neighbours share a group, so order them by length), longer ones are gathered one at a time:
@@ -37,7 +37,7 @@ _GROUP_BLOCKS = 4096  # bounds the copy of one group's keys and values
 
 
 class _Group(NamedTuple):
-    """One-token sequences in rows [first, last): `rows` index the pool as [2, B, K, blocks], `mask_B11C` hides padding."""
+    """One-token sequences in rows [first, last): `rows` index the pool, [2, B, K, blocks]; the mask hides padding."""
 
     first: int
     last: int
@@ -97,9 +97,7 @@ def plan_attention(
     )
 
 
-def paged_attention(
-    q_THD: torch.Tensor, pool_NLK2SD: torch.Tensor, layer: int, plan: AttentionPlan
-) -> torch.Tensor:
+def paged_attention(q_THD: torch.Tensor, pool_NLK2SD: torch.Tensor, layer: int, plan: AttentionPlan) -> torch.Tensor:
     """Attention of all rows, [T, H, D]."""
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     for group in plan.groups:
@@ -120,7 +118,9 @@ def reference(q_THD: torch.Tensor, pool_NLK2SD: torch.Tensor, layer: int, plan: 
         for position in range(context_len - query_len, context_len):
             for head in range(num_heads):
                 kv_head = head * num_kv_heads // num_heads
-                tokens = [pool_NLK2SD[table[j // block_size], layer, kv_head, :, j % block_size] for j in range(position + 1)]
+                tokens = [
+                    pool_NLK2SD[table[j // block_size], layer, kv_head, :, j % block_size] for j in range(position + 1)
+                ]
                 kv = torch.stack(tokens).double()
                 weights = torch.softmax(kv[:, 0] @ q_THD[row, head].double() / math.sqrt(dim), dim=0)
                 out_THD[row, head] = weights @ kv[:, 1]
@@ -183,7 +183,7 @@ def _gather(pool_NLK2SD: torch.Tensor, layer: int, rows: torch.Tensor) -> torch.
 def _attend_group(q_BHD: torch.Tensor, pool_NLK2SD: torch.Tensor, layer: int, group: _Group) -> torch.Tensor:
     # The query heads of one KV head take the place of query positions, so that no key is repeated.
     key_BKCD, value_BKCD = _gather(pool_NLK2SD, layer, group.rows)[:, :, :, : group.context].unbind(0)
-    q_BKGD = q_BHD.unflatten(1, (pool_NLK2SD.shape[2], -1))
+    q_BKGD = q_BHD.view(len(q_BHD), pool_NLK2SD.shape[2], -1, q_BHD.shape[2])
     out = functional.scaled_dot_product_attention(q_BKGD, key_BKCD, value_BKCD, attn_mask=group.mask_B11C)
     return out.reshape(q_BHD.shape)
 
@@ -203,7 +203,7 @@ def _attend_chunk(
     for first in range(chunk.first, chunk.last, piece):
         last = min(first + piece, chunk.last)
         context = chunk.start + last - chunk.first
-        q_KGTD = q_THD[first:last].permute(1, 0, 2).unflatten(0, (num_kv_heads, group_size))
+        q_KGTD = q_THD[first:last].view(last - first, num_kv_heads, group_size, -1).permute(1, 2, 0, 3)
         mask = None
         if chunk.start:
             assert causal_mask is not None

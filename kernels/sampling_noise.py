@@ -8,8 +8,8 @@
     noise = -log(-log(1 - v))                                                    standard Gumbel
 
 mix64 is the finaliser of SplitMix64. argmax(logit + noise) over token ids is then a draw from softmax(logit), and the
-same draw whatever else is in the batch and wherever it runs: integers wrap alike on every device, and only the last bits
-of the logarithms may differ. Axes: R row, V token id.
+same draw whatever else is in the batch and wherever it runs: integers wrap alike on every device, and only the last
+bits of the logarithms may differ. Axes: R row, V token id.
 """
 
 from __future__ import annotations

@@ -61,6 +61,7 @@ class _Lease:
     final: bool = False
     next_token: int = 0
     renewed_at: float = 0.0
+    final_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -96,7 +97,7 @@ class LeaseTable:
             return LeaseTaken(sequence_id, lease.watcher)
         lease.watcher = watcher
         lease.renewed_at = max(lease.renewed_at, now)
-        return self._notice(lease, first_block=0) if lease.num_tokens else None
+        return self._notice(lease, first_block=0, now=now) if lease.num_tokens else None
 
     def publish(
         self, sequence_id: str, num_tokens: int, block_ids: Sequence[int], final: bool, next_token: int, now: float
@@ -138,7 +139,8 @@ class LeaseTable:
         lease.next_token = next_token if final else 0
         if final:
             lease.renewed_at = max(lease.renewed_at, now)
-        return (lease.watcher, self._notice(lease, first_block=len(told))) if lease.watcher else None
+            lease.final_at = now
+        return (lease.watcher, self._notice(lease, first_block=len(told), now=now)) if lease.watcher else None
 
     def revoke(self, sequence_id: str) -> tuple[str, int] | None:
         """The sequence's blocks may be written again: a new epoch begins, with nothing published.
@@ -237,7 +239,7 @@ class LeaseTable:
     def _deadline(self, lease: _Lease) -> float:
         return lease.renewed_at + self.lease_s
 
-    def _notice(self, lease: _Lease, first_block: int) -> ChunkNotice:
+    def _notice(self, lease: _Lease, first_block: int, now: float) -> ChunkNotice:
         return ChunkNotice(
             sequence_id=lease.sequence_id,
             epoch=lease.epoch,
@@ -246,4 +248,5 @@ class LeaseTable:
             block_ids=lease.block_ids[first_block:],
             final=lease.final,
             next_token=lease.next_token,
+            age_s=now - lease.final_at if lease.final else 0.0,
         )

@@ -46,7 +46,7 @@ _ENVIRONMENT = {
     "UCX_TCP_KEEPIDLE": "2s",
     "UCX_TCP_KEEPINTVL": "1s",
     "UCX_TCP_KEEPCNT": "3",
-    "UCX_TCP_USER_TIMEOUT": "3s",
+    "UCX_TCP_USER_TIMEOUT": "30s",
     "UCX_TCP_SYN_CNT": "2",
 }
 
@@ -98,7 +98,6 @@ class NixlAgent:
         with self._translated(f"connecting to {address.name}"):
             loaded = self._agent.loadRemoteMD(address.metadata).decode()
         if loaded != address.name:
-            self._agent.invalidateRemoteMD(loaded)
             raise AddressRefused(f"address of {address.name} carries the connection of {loaded}")
         try:
             with self._translated(f"describing {address.num_blocks} blocks of {address.name}"):

@@ -31,13 +31,17 @@ log = logging.getLogger(__name__)
 
 
 class WatcherLink:
-    """One decode worker's stream: its outbox and when it was last heard. Belongs to the event loop."""
+    """One decode worker's stream: its outbox, when it was last heard and when its leases were last renewed.
+
+    Belongs to the event loop.
+    """
 
     def __init__(self, name: str, now: float) -> None:
         self.name = name
         self.event_loop = asyncio.get_running_loop()
         self.outbox: asyncio.Queue[wire.LenderMessage | None] = asyncio.Queue()
         self.heard_s = now
+        self.renewed_s = now
 
     def post(self, message: wire.LenderMessage) -> None:
         """Queues a message; from any thread, in order."""

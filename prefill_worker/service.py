@@ -16,6 +16,7 @@ from baton.engine.clock import Clock
 from baton.prefill_worker.lender import Lender, WatcherLink
 from baton.proto import worker_pb2 as wire
 from baton.proto import worker_pb2_grpc
+from baton.proto.context import Context
 from baton.proto.messages import KvGeometry
 from baton.proto.settings import TransferSettings
 
@@ -49,7 +50,7 @@ class HandoffService(worker_pb2_grpc.HandoffServicer):
         self._clock = clock
 
     async def Watch(
-        self, requests: AsyncIterator[wire.WatcherMessage], context: grpc.aio.ServicerContext
+        self, requests: AsyncIterator[wire.WatcherMessage], context: Context
     ) -> AsyncIterator[wire.LenderMessage]:
         first = await anext(aiter(requests), None)
         if first is None or first.WhichOneof("message") != "hello":
@@ -68,7 +69,8 @@ class HandoffService(worker_pb2_grpc.HandoffServicer):
         try:
             while True:
                 try:
-                    message = await asyncio.wait_for(link.outbox.get(), self._settings.heartbeat_s)
+                    async with asyncio.timeout(self._settings.heartbeat_s):
+                        message = await link.outbox.get()
                 except TimeoutError:
                     if self._clock() - link.heard_s > self._settings.peer_timeout_s:
                         log.warning("%s was silent for %.1f s", link.name, self._settings.peer_timeout_s)
@@ -84,7 +86,10 @@ class HandoffService(worker_pb2_grpc.HandoffServicer):
     async def _read(self, requests: AsyncIterator[wire.WatcherMessage], link: WatcherLink) -> None:
         try:
             async for message in requests:
-                link.heard_s = self._clock()
+                link.heard_s = now = self._clock()
+                if now - link.renewed_s > self._settings.heartbeat_s / 2:
+                    link.renewed_s = now
+                    self._lender.renew(link)
                 match message.WhichOneof("message"):
                     case "subscribe":
                         self._lender.subscribe(link, message.subscribe.sequence_id)
@@ -93,7 +98,7 @@ class HandoffService(worker_pb2_grpc.HandoffServicer):
                     case "acknowledge":
                         self._lender.acknowledge(message.acknowledge.sequence_id, message.acknowledge.epoch)
                     case "heartbeat":
-                        self._lender.renew(link)
+                        pass
                     case _:
                         log.warning("%s sent an unknown message", link.name)
         finally:

@@ -543,7 +543,7 @@ class ChunkNotice:
     """The lender's word that tokens [0, num_tokens) of a sequence have KV in these blocks, for one epoch.
 
     `block_ids[i]` holds tokens [(first_block + i) * block_size, ...). `final` says that the whole prompt has KV;
-    `next_token` is then the token that was sampled after it.
+    `next_token` is then the token that was sampled after it, `age_s` before this notice was made.
     """
 
     sequence_id: str
@@ -554,6 +554,7 @@ class ChunkNotice:
     final: bool = False
     next_token: int = 0
     checksum: int = 0
+    age_s: float = 0.0
 
     def to_wire(self) -> wire.ChunkNotice:
         return wire.ChunkNotice(
@@ -565,6 +566,7 @@ class ChunkNotice:
             final=self.final,
             next_token=self.next_token,
             checksum=self.checksum,
+            age_s=self.age_s,
         )
 
     @classmethod
@@ -578,6 +580,7 @@ class ChunkNotice:
             final=message.final,
             next_token=message.next_token,
             checksum=message.checksum,
+            age_s=message.age_s,
         )
 
 

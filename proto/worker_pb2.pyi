@@ -442,7 +442,7 @@ class WatcherMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[WatcherHello, _Mapping]] = ..., subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., validate: _Optional[_Union[Validate, _Mapping]] = ..., acknowledge: _Optional[_Union[Acknowledge, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class ChunkNotice(_message.Message):
-    __slots__ = ("sequence_id", "epoch", "num_tokens", "first_block", "block_ids", "final", "next_token", "checksum")
+    __slots__ = ("sequence_id", "epoch", "num_tokens", "first_block", "block_ids", "final", "next_token", "checksum", "age_s")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -451,6 +451,7 @@ class ChunkNotice(_message.Message):
     FINAL_FIELD_NUMBER: _ClassVar[int]
     NEXT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     epoch: int
     num_tokens: int
@@ -459,7 +460,8 @@ class ChunkNotice(_message.Message):
     final: bool
     next_token: int
     checksum: int
-    def __init__(self, sequence_id: _Optional[str] = ..., epoch: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., final: _Optional[bool] = ..., next_token: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+    age_s: float
+    def __init__(self, sequence_id: _Optional[str] = ..., epoch: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., final: _Optional[bool] = ..., next_token: _Optional[int] = ..., checksum: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class Validated(_message.Message):
     __slots__ = ("sequence_id", "token", "lent")

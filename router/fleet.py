@@ -370,7 +370,8 @@ class Fleet:
 
 async def _result(reference: Any, timeout_s: float) -> Any:
     """The value of a Ray reference, on any event loop."""
-    return await asyncio.wait_for(asyncio.wrap_future(reference.future()), timeout_s)
+    async with asyncio.timeout(timeout_s):
+        return await asyncio.wrap_future(reference.future())
 
 
 # --- the launcher's side --------------------------------------------------------------------------------------------

@@ -54,7 +54,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         await self._take_over(admitted, context)
         finished = finished_before(admitted)
         if finished is not None:
-            yield inference.GenerateResponse(request_id=admitted.request_id, finish=finished)
+            yield inference.GenerateResponse(
+                request_id=admitted.request_id, first_token_index=len(admitted.resume_token_ids), finish=finished
+            )
             return
         queue: asyncio.Queue[inference.GenerateResponse | Failed | None] = asyncio.Queue(maxsize=64)
         task = asyncio.create_task(self._run(admitted, self._deadline(context, arrived_s), arrived_s, queue))
@@ -127,11 +129,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 for output in outputs:
                     group.create_task(output.run(queue))
             await queue.put(None)
-        except* Exception as errors:
+        except Exception:
             # A bug in one request must end that request, and be seen, but not the router.
-            log.exception("request %s failed", admitted.request_id, exc_info=errors)
+            log.exception("request %s failed", admitted.request_id)
             await queue.put(Failed(Trouble.INTERNAL, "an unexpected error; the router's log has more"))
-        except* asyncio.CancelledError:
+        except asyncio.CancelledError:
             # Of Abort or of a client that is gone: whoever still listens hears that it was aborted.
             while not queue.empty():
                 queue.get_nowait()

@@ -163,7 +163,8 @@ class Legs:
     async def next(self, timeout_s: float | None) -> LegEvent | None:
         """The next event of any leg; None when the time is over."""
         try:
-            return await asyncio.wait_for(self._events.get(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await self._events.get()
         except TimeoutError:
             return None
 

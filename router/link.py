@@ -65,7 +65,8 @@ class WorkerLink:
         self._reported = reported
         self._task = asyncio.create_task(self._run())
         try:
-            await asyncio.wait_for(self._opened.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._opened.wait()
         except TimeoutError:
             pass
         if not self._connected:
@@ -113,7 +114,8 @@ class WorkerLink:
         self._resting = asyncio.Event()
         self._note_rest()
         try:
-            await asyncio.wait_for(self._resting.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._resting.wait()
         except TimeoutError:
             return False
         return True
@@ -144,7 +146,8 @@ class WorkerLink:
     async def _read(self, stream: AsyncIterable[wire.WorkerMessage]) -> str:
         messages = aiter(stream)
         while True:
-            message = await asyncio.wait_for(anext(messages, None), self._silence_s)
+            async with asyncio.timeout(self._silence_s):
+                message = await anext(messages, None)
             if message is None:
                 return "the stream ended"
             if message.HasField("hello"):

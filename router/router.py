@@ -118,7 +118,8 @@ class Router:
         """Takes no more requests; returns whether those in progress ended in time."""
         self.draining = True
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
         except TimeoutError:
             return False
         return True

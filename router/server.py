@@ -53,6 +53,7 @@ class RouterServer:
                     ("grpc.keepalive_time_ms", 10_000),
                     ("grpc.keepalive_timeout_ms", 5_000),
                     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+                    ("grpc.http2.max_ping_strikes", 0),
                     ("grpc.keepalive_permit_without_calls", 1),
                 )
             )

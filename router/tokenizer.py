@@ -97,7 +97,8 @@ class Tokenizer:
         return token_id in self._text_ids
 
     def fewest_tokens(self, text: str) -> int:
-        """A lower bound on `len(encode(text))` that costs nothing: no token has more characters than the longest."""
+        """A lower bound on `len(encode(text))` that costs nothing: no token has more characters than the longest.
+        Characters that the vocabulary cannot write at all are the exception."""
         return len(text) // self._longest_token_chars
 
     def render_chat(self, messages: Iterable[ChatMessage]) -> str:

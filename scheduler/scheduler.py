@@ -26,13 +26,17 @@ from importlib import import_module
 from baton.proto.messages import FailureKind, FinishReason, Leg, Request, Role
 from baton.proto.settings import SchedulerSettings
 from baton.scheduler.blocks import BlockPool, extend_prefix_hashes
+from baton.scheduler.flights import StepsInFlight
+from baton.scheduler.load import SchedulerCounters, SchedulerLoad
 from baton.scheduler.plan import Chunk, Emitted, Progressed, Step, StepResult
 from baton.scheduler.queue import SequenceQueue
 from baton.scheduler.sequence import Sequence, State
 
+__all__ = ["Refusal", "Scheduler", "SchedulerConfig", "SchedulerCounters", "SchedulerLoad"]
+
 # Blocks that must stay available for each sequence in flight when one whose output grows is admitted. A preempted
 # sequence comes back only when those who stayed can all grow by that much, so it is not thrown out again at once.
-LOW_WATER_BLOCKS = 1
+LOW_WATER_BLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,57 +56,6 @@ class Refusal:
 
     kind: FailureKind
     message: str
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLoad:
-    """How busy a scheduler is; the fields mean what those of `LoadReport` mean.
-
-    `running` counts LANDED too, `waiting` all who hold no blocks, `free_blocks` the evictable ones too.
-    """
-
-    running: int
-    waiting: int
-    receiving: int
-    exported: int
-    queued_tokens: int
-    running_context_tokens: int
-    total_blocks: int
-    free_blocks: int
-    held_blocks: int
-    cached_blocks: int
-    lent_blocks: int
-    quarantined_blocks: int
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Counts since the start; the fields mean what those of `WorkerCounters` mean. Only the scheduler writes to them.
-
-    `steps` and the budgets count steps that compute something.
-    """
-
-    steps: int = 0
-    budget_tokens_used: int = 0
-    budget_tokens_offered: int = 0
-    prompt_tokens_computed: int = 0
-    prompt_tokens_cached: int = 0
-    tokens_recomputed: int = 0
-    tokens_generated: int = 0
-    preemptions_recompute: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    requests_finished: int = 0
-    requests_aborted: int = 0
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A step that was planned and not committed, who has left it since, and blocks that it may still write to."""
-
-    step: Step
-    departed: set[Sequence] = field(default_factory=set)
-    block_ids: list[int] = field(default_factory=list)
 
 
 class Scheduler:
@@ -126,11 +79,9 @@ class Scheduler:
         self._num_planned = 0
         self._queued_tokens = 0
         self._running_context_tokens = 0
-        self._in_flight: dict[int, _InFlight] = {}  # by number of the step, oldest first
+        self._in_flight = StepsInFlight()
         self._unsettled: dict[str, list[int]] = {}  # quarantined blocks by the sequence whose pulls may write to them
         self._at_rest = True  # the last plan could do nothing, and nothing has happened since
-
-    # --- what the worker tells ---------------------------------------------------------------------------------------
 
     def add(self, request: Request, now: float) -> Sequence | Refusal:
         """Takes a request in, or says why it can never run here."""
@@ -232,8 +183,6 @@ class Scheduler:
         self._at_rest = False
         return True
 
-    # --- what the worker asks ----------------------------------------------------------------------------------------
-
     def get(self, sequence_id: str) -> Sequence | None:
         """The sequence, unless it has ended."""
         return self._sequences.get(sequence_id)
@@ -259,8 +208,6 @@ class Scheduler:
             lent_blocks=pool.num_lent,
             quarantined_blocks=pool.num_quarantined,
         )
-
-    # --- the step ----------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> Step:
         """Decides what to compute next: first who runs, in order, then who waits, if no blocks were short."""
@@ -298,8 +245,8 @@ class Scheduler:
         events: list[Emitted | Progressed] = []
         if not step.chunks:
             return events
-        in_flight = self._in_flight.pop(step.number)
-        departed = in_flight.departed
+        flight = self._in_flight.end(step)
+        departed = flight.departed
         block_size = self._block_size
         prefill = Leg.PREFILL
         num_sampled = 0
@@ -332,10 +279,8 @@ class Scheduler:
                 self.pool.lend(sequence.block_ids)
             events.append(Emitted(sequence, token, finish))
         self.counters.tokens_generated += num_sampled
-        self.pool.settle(in_flight.block_ids)
+        self.pool.settle(flight.block_ids)
         return events
-
-    # --- admission ---------------------------------------------------------------------------------------------------
 
     def _why_never(self, request: Request) -> str:
         """The reason why a request can never run here; empty if it can."""
@@ -427,8 +372,6 @@ class Scheduler:
         wants_all_logits = sequence.sampling.prompt_logprobs is not None and sequence.leg is not Leg.DECODE
         return self.config.settings.prefix_cache and not wants_all_logits
 
-    # --- running -----------------------------------------------------------------------------------------------------
-
     def _chunk_end(self, start: int, length: int, budget: int) -> int:
         """Where the next chunk of tokens [start, length) ends: at a block's end, if it is cut and has one in it.
 
@@ -500,14 +443,12 @@ class Scheduler:
         step = Step(self._num_planned, chunks, num_tokens, preempted, reserved)
         self._at_rest = not (chunks or preempted or reserved)
         if chunks:
-            self._in_flight[step.number] = _InFlight(step)
+            self._in_flight.begin(step)
             self._running_context_tokens += num_tokens
             self.counters.steps += 1
             self.counters.budget_tokens_used += num_tokens
             self.counters.budget_tokens_offered += offered
         return step
-
-    # --- content names -----------------------------------------------------------------------------------------------
 
     def _hashes(self, sequence: Sequence) -> list[bytes]:
         """The names of all full blocks of a sequence's tokens so far."""
@@ -527,8 +468,6 @@ class Scheduler:
             self.pool.register(sequence.block_ids[index], hashes[index])
         sequence.num_cached_blocks = full
 
-    # --- ends --------------------------------------------------------------------------------------------------------
-
     def _stop_running(self, sequence: Sequence) -> None:
         """Takes a RUNNING or LANDED sequence from the queue and out of the steps in flight, which may still write.
 
@@ -539,25 +478,14 @@ class Scheduler:
         self._running_context_tokens -= sequence.num_computed_tokens
         if sequence.state is State.LANDED:
             self._landed.remove(sequence)
-        flights = self._flights_of(sequence)
-        if flights:
-            flights[-1].block_ids.extend(self._quarantine_from(sequence, self._first_block_in_flight(sequence)))
-            for flight in flights:
-                flight.departed.add(sequence)
-
-    def _flights_of(self, sequence: Sequence) -> list[_InFlight]:
-        """The steps in flight that compute something for it, oldest first, those that it has left excepted."""
-        return [
-            flight
-            for flight in self._in_flight.values()
-            if sequence not in flight.departed and any(chunk.sequence is sequence for chunk in flight.step.chunks)
-        ]
+        first = self._first_block_in_flight(sequence)
+        if first < len(sequence.block_ids):
+            self._in_flight.leave(sequence, self._quarantine_from(sequence, first))
 
     def _first_block_in_flight(self, sequence: Sequence) -> int:
         """Index of the first of its blocks that a step in flight writes to; the number of its blocks if none does."""
-        for flight in self._flights_of(sequence):
-            return next(c.start for c in flight.step.chunks if c.sequence is sequence) // self._block_size
-        return len(sequence.block_ids)
+        first_token = self._in_flight.first_token_of(sequence)
+        return len(sequence.block_ids) if first_token is None else first_token // self._block_size
 
     def _quarantine_from(self, sequence: Sequence, first: int) -> list[int]:
         """Takes the blocks from index `first` on from a sequence, into quarantine."""
@@ -583,8 +511,6 @@ class Scheduler:
             self.counters.requests_aborted += 1
         self._at_rest = False
 
-    # --- what must always hold ---------------------------------------------------------------------------------------
-
     def check(self) -> None:
         """Raises AssertionError unless the books agree with the sequences. Slow: for tests."""
         self.pool.check()
@@ -608,8 +534,8 @@ class Scheduler:
         lenders = Counter(block_id for sequence in members[State.EXPORTED] for block_id in sequence.block_ids)
         assert self.pool.ref_counts() == holders
         assert self.pool.lend_counts() == lenders
-        quarantined = [*self._unsettled.values(), *(flight.block_ids for flight in self._in_flight.values())]
-        assert sum(map(len, quarantined)) == self.pool.num_quarantined
+        unsettled = sum(map(len, self._unsettled.values()))
+        assert unsettled + len(self._in_flight.block_ids()) == self.pool.num_quarantined
 
     def _check_sequence(self, sequence: Sequence) -> None:
         room = len(sequence.block_ids) * self._block_size

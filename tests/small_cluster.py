@@ -110,9 +110,9 @@ class SmallCluster:
 
     async def remove(self, worker_id: str) -> None:
         seat = self.seats.pop(worker_id)
-        await seat.worker.stop()
         await seat.link.close()
         self.router.disconnect(seat.link)
+        await seat.worker.stop()
 
     # --- Workforce
 

@@ -29,7 +29,13 @@ os.rename(PIDS + ".part", PIDS)
 print("starting", flush=True)
 BODY
 """
-WAIT = "print('ready 127.0.0.1:1', flush=True)\ntry:\n    time.sleep(600)\nexcept KeyboardInterrupt:\n    pass\n"
+WAIT = """
+print('ready  grpc 127.0.0.1:4711  2.5 s after start', flush=True)
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    pass
+"""
 TIDY = WAIT + "child.kill(); child.wait(); open(PIDS + '.drained', 'w').close()"
 DEAF = "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAIT
 SILENT = "time.sleep(600)"
@@ -58,6 +64,10 @@ def generate(body: str) -> list[str]:
     return [sys.executable, "-c", body]
 
 
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent / "src")}
+
+
 def all_gone(pids: Path, within_s: float = 10.0) -> bool:
     deadline = time.monotonic() + within_s
     numbers = [int(word) for word in pids.read_text().split()]
@@ -75,8 +85,9 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_the_server_is_asked_first_and_stopped_in_order(serve: Serve, pids: Path) -> None:
-    answer = generate(f"import os, sys; sys.exit(not os.path.exists({str(pids)!r}))")
+def test_generate_gets_the_address_and_the_server_is_stopped_in_order(serve: Serve, pids: Path) -> None:
+    check = f"sys.exit(not os.path.exists({str(pids)!r}) or sys.argv[1:] != ['--address', '127.0.0.1:4711'])"
+    answer = generate(f"import os, sys; {check}")
     assert demo.run(serve(TIDY), answer, PATIENCE) == 0
     assert pids.with_suffix(".drained").exists()
     assert all_gone(pids)
@@ -130,13 +141,12 @@ def test_nothing_is_left_when_the_demo_itself_is_ended(serve: Serve, pids: Path,
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"demo.run({serve(TIDY)!r}, {hold!r}, demo.Patience())"
     )
-    source = Path(__file__).resolve().parent.parent / "src"
     runner = subprocess.Popen(
         [sys.executable, "-c", program],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(source)},
+        env=environment(),
     )
     assert runner.stdout is not None
     for line in runner.stdout:
@@ -154,5 +164,11 @@ def test_nothing_is_left_when_the_demo_itself_is_ended(serve: Serve, pids: Path,
             os.kill(pid, signal.SIGKILL)
 
 
-def test_free_ports_are_distinct() -> None:
-    assert len(set(demo.free_ports(8))) == 8
+@pytest.mark.cluster
+def test_the_real_demo_answers_and_says_where_the_time_went() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "baton.client.demo"], env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Paris" in done.stdout
+    assert "hand-off transfer" in done.stdout

@@ -20,8 +20,8 @@ from baton.proto.settings import TransferSettings
 
 GEOMETRY = KvGeometry("demo", "1", "float32", block_size=4, num_layers=2, num_kv_heads=3, head_dim=8)
 BLOCK_SHAPE = (2, 3, 2, 4, 8)
-BIG_GEOMETRY = dataclasses.replace(GEOMETRY, block_size=16, num_layers=30, head_dim=32)
-BIG_BLOCK_SHAPE = (30, 3, 2, 16, 32)  # 360 KiB
+BIG_GEOMETRY = dataclasses.replace(GEOMETRY, block_size=16, num_layers=30, head_dim=64)
+BIG_BLOCK_SHAPE = (30, 3, 2, 16, 64)
 DEADLINE_S = 20.0
 LOCALHOST = {"network_device": "lo"}
 
@@ -30,14 +30,14 @@ def seeded_tensor(seed, num_blocks, block_shape=BLOCK_SHAPE):
     return torch.rand((num_blocks, *block_shape), generator=torch.Generator().manual_seed(seed))
 
 
-def make_pool(num_blocks, seed=None, geometry=GEOMETRY, block_shape=BLOCK_SHAPE):
-    """A pool of random bytes, or of zeros without a seed."""
-    if seed is None:
-        return KvPool(torch.zeros((num_blocks, *block_shape)), geometry)
-    return KvPool(seeded_tensor(seed, num_blocks, block_shape), geometry)
+def _make_pool(num_blocks, seed=None, *, big=False, **geometry):
+    """A pool of random bytes, or of zeros without a seed; big blocks are of 720 KiB, others of 1.5 KiB."""
+    block_shape = BIG_BLOCK_SHAPE if big else BLOCK_SHAPE
+    tensor = torch.zeros((num_blocks, *block_shape)) if seed is None else seeded_tensor(seed, num_blocks, block_shape)
+    return KvPool(tensor, dataclasses.replace(BIG_GEOMETRY if big else GEOMETRY, **geometry))
 
 
-def poll_until(connector, done, deadline_s=DEADLINE_S):
+def _poll_until(connector, done, deadline_s=DEADLINE_S):
     """All events until `done(events)`; fails the test when that does not come."""
     events = []
     end = time.monotonic() + deadline_s
@@ -48,22 +48,42 @@ def poll_until(connector, done, deadline_s=DEADLINE_S):
     return events
 
 
-def settle(connector, *pull_ids, deadline_s=DEADLINE_S):
+def _settle(connector, *pull_ids, deadline_s=DEADLINE_S):
     """The events of these pulls, once all have settled."""
     wanted = set(pull_ids)
 
     def settled(events):
         return wanted <= {event.pull_id for event in events if event.state is PullState.SETTLED}
 
-    return poll_until(connector, settled, deadline_s)
+    return _poll_until(connector, settled, deadline_s)
 
 
-def outcome(connector, pull, deadline_s=DEADLINE_S):
+def _outcome(connector, pull, deadline_s=DEADLINE_S):
     """Pulls and waits; returns the event that decided."""
     connector.pull(pull)
-    decided, settled = settle(connector, pull.pull_id, deadline_s=deadline_s)
+    decided, settled = _settle(connector, pull.pull_id, deadline_s=deadline_s)
     assert settled.state is PullState.SETTLED
     return decided
+
+
+@pytest.fixture
+def make_pool():
+    return _make_pool
+
+
+@pytest.fixture
+def poll_until():
+    return _poll_until
+
+
+@pytest.fixture
+def settle():
+    return _settle
+
+
+@pytest.fixture
+def outcome():
+    return _outcome
 
 
 @pytest.fixture
@@ -169,19 +189,3 @@ def start_source(nursery):
             source.signal(signal.SIGKILL)
         except ProcessLookupError:
             pass
-
-
-@pytest.fixture
-def toolbox():
-    return Toolbox
-
-
-class Toolbox:
-    """The helpers above, for test files: a conftest cannot be imported by name."""
-
-    make_pool = staticmethod(make_pool)
-    poll_until = staticmethod(poll_until)
-    settle = staticmethod(settle)
-    outcome = staticmethod(outcome)
-    BIG_GEOMETRY = BIG_GEOMETRY
-    BIG_BLOCK_SHAPE = BIG_BLOCK_SHAPE

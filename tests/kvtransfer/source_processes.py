@@ -1,7 +1,7 @@
-"""A process that forks sources: each a process with a connector and a pool of known bytes, waiting to be read or killed.
+"""Forks source processes: each has a connector and a pool of known bytes, and waits to be read from or killed.
 
-Run by path with pipes; one JSON line in, one out. It forks from a parent that has torch but no transport, so a source is
-there in half a second; and all of them die with this process, stopped ones too.
+Run by path with pipes; one JSON line in, one out. The parent has torch loaded but no transport, so a source is there in
+half a second. All sources die with this process, stopped ones too.
 
     {"seed": 1, "num_blocks": 9, "settings": {...}}  ->  {"pid": 4711, "address": "4b5641...", "checksum": 123}
 """

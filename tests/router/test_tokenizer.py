@@ -84,10 +84,10 @@ def test_tricky_texts_encode_and_decode_as_in_transformers(demo: Tokenizer, orac
 
 @settings(max_examples=100, deadline=None)
 @given(text=TEXTS)
-def test_any_text_encodes_as_in_transformers_and_comes_back(demo: Tokenizer, oracle: Any, text: str) -> None:
+def test_any_text_encodes_and_decodes_as_in_transformers(demo: Tokenizer, oracle: Any, text: str) -> None:
     ids = demo.encode(text)
     assert ids == oracle(text)["input_ids"]
-    assert demo.decode(ids, skip_special_tokens=False) == text
+    assert demo.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
     assert demo.fewest_tokens(text) <= len(ids)
 
 
@@ -184,7 +184,7 @@ def test_an_invalid_template_is_named_when_the_model_is_loaded(changed: Any) -> 
 
 
 def test_missing_and_malformed_files_are_named(tmp_path: Path, demo_dir: Path) -> None:
-    with pytest.raises(TokenizerError, match="tokenizer.json"):
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizerError, match="cannot be read"):

@@ -33,9 +33,6 @@ def release(pool: BlockPool, block_ids: list[int]) -> None:
     pool.check()
 
 
-# --- names -----------------------------------------------------------------------------------------------------------
-
-
 def test_only_full_blocks_have_names():
     assert [len(prefix_hashes(list(range(n)), SIZE)) for n in (0, 3, 4, 7, 8)] == [0, 0, 1, 1, 2]
 
@@ -70,9 +67,6 @@ def test_names_are_the_same_in_every_process():
     assert other.stdout.strip() == prefix_hashes([1, 2, 3, 4], 4, "salt")[0].hex()
 
 
-# --- allocation ------------------------------------------------------------------------------------------------------
-
-
 def test_fresh_blocks_come_in_ascending_runs():
     pool = BlockPool(8)
     assert pool.allocate(3) == [0, 1, 2]
@@ -104,9 +98,6 @@ def test_a_released_block_without_a_name_is_free():
     pool = BlockPool(2)
     release(pool, named(pool, [1, 2, 3]))
     assert (pool.num_free, pool.num_cached) == (2, 0)
-
-
-# --- the prefix cache ------------------------------------------------------------------------------------------------
 
 
 def test_released_content_is_found_again():
@@ -174,9 +165,6 @@ def test_two_blocks_with_one_content_have_one_name_and_both_come_back():
     assert (pool.num_free, pool.num_cached) == (3, 1)
 
 
-# --- lent and quarantined --------------------------------------------------------------------------------------------
-
-
 def test_a_block_is_lent_only_while_every_holder_has_lent_it():
     pool = BlockPool(2)
     blocks = named(pool, [1, 2, 3, 4])
@@ -210,9 +198,6 @@ def test_a_shared_block_cannot_be_quarantined():
     pool.hold(blocks)
     with pytest.raises(AssertionError):
         pool.quarantine(blocks)
-
-
-# --- against a slow, obvious cache -----------------------------------------------------------------------------------
 
 
 @dataclass

@@ -8,8 +8,6 @@ from baton.proto.messages import FinishReason, Leg
 from baton.scheduler.plan import Emitted, Progressed
 from baton.scheduler.sequence import State
 
-# --- whole and decode legs -------------------------------------------------------------------------------------------
-
 
 def test_a_stop_token_ends_a_sequence(driver):
     d = driver()
@@ -90,9 +88,6 @@ def test_the_moments_of_a_hand_off_are_kept(driver):
     assert sequence.added_s < sequence.landed_s < sequence.first_run_s < sequence.finished_s
 
 
-# --- prefill legs ----------------------------------------------------------------------------------------------------
-
-
 def test_a_prefill_leg_reports_each_chunk_then_its_token_and_lends_its_blocks(driver):
     d = driver(max_num_batched_tokens=8)
     sequence = d.add("a", 12, leg=Leg.PREFILL)
@@ -132,9 +127,6 @@ def test_a_prefill_leg_whose_first_token_ends_the_request_lends_nothing(driver, 
     assert events == [Progressed(sequence, 12), Emitted(sequence, token, reason)]
     assert sequence.state is State.FINISHED
     d.assert_at_rest()
-
-
-# --- aborts ----------------------------------------------------------------------------------------------------------
 
 
 def expected(d):

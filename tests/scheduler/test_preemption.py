@@ -13,7 +13,7 @@ def crowded(driver, **settings):
     a | 1 2 3 4 | 5 6 7 8 | 9 10 11 12 | 13 14 15 16 |      b the same
     """
     d = driver(num_blocks=8, **settings)
-    first, second = d.add("a", 12, max_tokens=17, priority=0), d.add("b", 11, max_tokens=17, priority=1)
+    first, second = d.add("a", 8, max_tokens=17, priority=0), d.add("b", 7, max_tokens=17, priority=1)
     d.step()
     while d.pool.num_available:
         d.step()
@@ -42,12 +42,11 @@ def test_the_least_urgent_loses_its_blocks_whoever_came_last(driver):
     assert step_until_preempted(d).preempted == [slow]
 
 
-def test_the_budget_of_a_step_goes_to_those_it_does_not_preempt(driver, chunks_of):
-    d = driver(num_blocks=5, max_num_batched_tokens=2, policy="priority")
-    victim = d.add("c", 2, max_tokens=18, priority=2)
-    d.step()
-    d.add("a", 1, max_tokens=18, priority=0)
-    d.add("b", 1, max_tokens=18, priority=1)
+def test_a_preempted_sequence_has_no_chunk_in_that_step_and_costs_it_no_tokens(driver, chunks_of):
+    d = driver(num_blocks=7)
+    d.add("a", 4, max_tokens=20)
+    d.add("b", 2, max_tokens=20)
+    victim = d.add("c", 4, max_tokens=20)
     step = step_until_preempted(d)
     assert step.preempted == [victim]
     assert set(chunks_of(step)) == {"a", "b"}
@@ -55,12 +54,13 @@ def test_the_budget_of_a_step_goes_to_those_it_does_not_preempt(driver, chunks_o
 
 
 def test_nothing_is_admitted_in_a_step_that_preempted(driver):
-    d, _, _ = crowded(driver)
-    waiting = d.add("c", 1, max_tokens=1)
-    step = step_until_preempted(d)
-    assert waiting.state is State.WAITING
+    d, _, _ = crowded(driver, policy="priority")
+    urgent = d.add("c", 1, leg=Leg.PREFILL, priority=-1)
+    step_until_preempted(d)
     assert d.pool.num_available > 0
-    assert step.reserved == []
+    assert urgent.state is State.WAITING
+    d.plan()
+    assert urgent.state is State.RUNNING
 
 
 def test_a_preempted_sequence_comes_back_before_those_that_came_after_it(driver):
@@ -81,6 +81,14 @@ def test_a_preempted_sequence_stays_out_while_those_who_stayed_could_not_grow(dr
         d.step()
     d.step()
     assert second.state is State.RUNNING
+
+
+def test_the_moment_of_the_first_run_outlives_a_preemption(driver):
+    d, _, second = crowded(driver)
+    began = second.first_run_s
+    d.run_until_idle()
+    assert second.num_preemptions > 0
+    assert second.first_run_s == began
 
 
 def test_a_preempted_sequence_goes_on_with_the_next_token(driver):
@@ -107,7 +115,7 @@ def test_without_a_prefix_cache_everything_is_recomputed(driver):
     [lost] = [sequence.num_lost_tokens for sequence in step.preempted]
     d.run_until_idle()
     assert second.num_recomputed_tokens == d.scheduler.counters.tokens_recomputed == lost
-    assert d.scheduler.counters.prompt_tokens_computed == 23
+    assert d.scheduler.counters.prompt_tokens_computed == 15
 
 
 def test_tokens_to_recompute_are_queued_tokens(driver):
@@ -222,6 +230,35 @@ def test_blocks_that_a_step_in_flight_writes_to_are_free_only_after_its_commit(d
     d.abort("a")
     assert (d.pool.num_held, d.pool.num_quarantined) == (0, 1)
     d.commit(in_flight)
+    d.assert_at_rest()
+
+
+def test_blocks_of_two_steps_in_flight_are_free_only_after_the_second_commit(driver):
+    d = driver(max_num_batched_tokens=8)
+    d.add("a", 20)
+    first, second = d.plan(), d.plan()
+    d.abort("a")
+    d.commit(first)
+    assert d.pool.num_quarantined > 0
+    d.commit(second)
+    d.assert_at_rest()
+
+
+def test_a_step_that_a_sequence_has_left_has_no_say_in_its_later_blocks(driver, chunks_of):
+    d = driver()
+    prompt = list(range(12))
+    d.add("other", prompt, max_tokens=1)
+    others = d.plan()
+    sequence = d.add("a", prompt)
+    left = d.plan()
+    d.commit(others)
+    d.scheduler._preempt(sequence)
+    again = d.plan()
+    assert (chunks_of(left), chunks_of(again)) == ({"a": (0, 12)}, {"a": (8, 12)})
+    d.abort("a")
+    d.commit(left)
+    d.commit(again)
+    assert "a" not in d.emitted
     d.assert_at_rest()
 
 

@@ -1,0 +1,48 @@
+"""How busy a scheduler is and what it has done: the figures that a worker reports.
+
+Owns: `SchedulerLoad` and `SchedulerCounters`; their fields mean what those of the same names in `LoadReport` and
+`WorkerCounters` mean. Refuses to know: who reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLoad:
+    """`running` counts LANDED too, `waiting` all who hold no blocks, `free_blocks` the evictable ones too."""
+
+    running: int
+    waiting: int
+    receiving: int
+    exported: int
+    queued_tokens: int
+    running_context_tokens: int
+    total_blocks: int
+    free_blocks: int
+    held_blocks: int
+    cached_blocks: int
+    lent_blocks: int
+    quarantined_blocks: int
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Counts since the start; only the scheduler writes to them.
+
+    `steps` and the budgets count steps that compute something.
+    """
+
+    steps: int = 0
+    budget_tokens_used: int = 0
+    budget_tokens_offered: int = 0
+    prompt_tokens_computed: int = 0
+    prompt_tokens_cached: int = 0
+    tokens_recomputed: int = 0
+    tokens_generated: int = 0
+    preemptions_recompute: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    requests_finished: int = 0
+    requests_aborted: int = 0

@@ -1,0 +1,11 @@
+"""Fixtures for tests of a request's life: a tokenizer directory for the paper model."""
+
+from __future__ import annotations
+
+import pytest
+from paper_model import write_paper_tokenizer
+
+
+@pytest.fixture(scope="session")
+def paper_dir(tmp_path_factory):
+    return write_paper_tokenizer(tmp_path_factory.mktemp("paper"))
