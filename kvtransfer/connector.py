@@ -103,7 +103,7 @@ class Connector(Protocol):
     def export(self, export_id: str, block_ids: tuple[int, ...]) -> int:
         """Lets peers read these blocks until `release(export_id)`; may be called again with further blocks.
 
-        Returns the checksum of the blocks named (0 where checksums are off). Raises ConnectorError if the pool lacks one.
+        Returns the checksum of the blocks named (0 where none is computed); raises ConnectorError if the pool lacks one.
         """
         ...
 
@@ -116,7 +116,7 @@ class Connector(Protocol):
         ...
 
     def forget(self, peer: str) -> None:
-        """Drops what is known of a peer that is gone. Its pulls fail at once and settle when nothing writes any more."""
+        """Drops what is known of a peer that is gone. Its pulls fail, and settle when nothing writes any more."""
         ...
 
     def release(self, export_id: str) -> None:

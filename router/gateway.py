@@ -193,7 +193,8 @@ class _Output:
                 message = self._message(piece, delta.text, delta.num_tokens)
                 if delta.stopped is not None:
                     self.ended = True
-                    message.MergeFrom(self.finish(FinishReason.STOP, stop=delta.stopped, by_worker=False))
+                    end = self.finish(FinishReason.STOP, stop=delta.stopped, by_worker=False)
+                    message.finish.CopyFrom(end.finish)
                     await queue.put(message)
                     return
                 await queue.put(message)
