@@ -103,7 +103,7 @@ class Connector(Protocol):
     def export(self, export_id: str, block_ids: tuple[int, ...]) -> int:
         """Lets peers read these blocks until `release(export_id)`; may be called again with further blocks.
 
-        Returns the checksum of the blocks named (0 where none is computed); raises ConnectorError if the pool lacks one.
+        Returns the checksum of the blocks named, 0 where none is computed; raises ConnectorError if the pool lacks one.
         """
         ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.proto import worker_pb2 as baton_dot_proto_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/proto/cluster.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/proto/worker.proto\"\x12\n\x10GetStatusRequest\"(\n\x12WatchStatusRequest\x12\x12\n\ninterval_s\x18\x01 \x01(\x01\"\xe2\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\r\n\x05state\x18\x06 \x01(\t\x12\"\n\x04load\x18\x07 \x01(\x0b\x32\x14.baton.v1.LoadReport\x12\x12\n\nload_age_s\x18\x08 \x01(\x01\x12\x11\n\tin_flight\x18\t \x01(\x05\x12\x10\n\x08restarts\x18\n \x01(\x05\x12\x11\n\trss_bytes\x18\x0b \x01(\x03\"_\n\nPoolStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04size\x18\x03 \x01(\x05\x12\'\n\x07workers\x18\x04 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\"\xaa\x01\n\x0cRouterStatus\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0e\n\x06queued\x18\x02 \x01(\x05\x12\x0f\n\x07running\x18\x03 \x01(\x05\x12\x16\n\x0erequests_total\x18\x04 \x01(\x03\x12\x15\n\rretries_total\x18\x05 \x01(\x03\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x10\n\x08uptime_s\x18\x07 \x01(\x01\x12\x11\n\trss_bytes\x18\x08 \x01(\x03\"k\n\rClusterStatus\x12\r\n\x05model\x18\x01 \x01(\t\x12&\n\x06router\x18\x02 \x01(\x0b\x32\x16.baton.v1.RouterStatus\x12#\n\x05pools\x18\x03 \x03(\x0b\x32\x14.baton.v1.PoolStatus\"4\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\"\x1e\n\rDrainResponse\x12\r\n\x05moved\x18\x01 \x01(\x05\"1\n\x0eSetRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\"\x11\n\x0fSetRoleResponse\"*\n\x0cScaleRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x05\"\x1d\n\rScaleResponse\x12\x0c\n\x04size\x18\x01 \x01(\x05\x32\xc7\x02\n\x07\x43luster\x12@\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x17.baton.v1.ClusterStatus\x12\x46\n\x0bWatchStatus\x12\x1c.baton.v1.WatchStatusRequest\x1a\x17.baton.v1.ClusterStatus0\x01\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12>\n\x07SetRole\x12\x18.baton.v1.SetRoleRequest\x1a\x19.baton.v1.SetRoleResponse\x12\x38\n\x05Scale\x12\x16.baton.v1.ScaleRequest\x1a\x17.baton.v1.ScaleResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/proto/cluster.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/proto/worker.proto\"\x12\n\x10GetStatusRequest\"(\n\x12WatchStatusRequest\x12\x12\n\ninterval_s\x18\x01 \x01(\x01\"\xef\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\r\n\x05state\x18\x06 \x01(\t\x12\"\n\x04load\x18\x07 \x01(\x0b\x32\x14.baton.v1.LoadReport\x12\x12\n\nload_age_s\x18\x08 \x01(\x01\x12\x11\n\tin_flight\x18\t \x01(\x05\x12\x10\n\x08restarts\x18\n \x01(\x05\x12\x11\n\trss_bytes\x18\x0b \x01(\x03\x12\x0b\n\x03pid\x18\x0c \x01(\x05\"_\n\nPoolStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04size\x18\x03 \x01(\x05\x12\'\n\x07workers\x18\x04 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\"\xb7\x01\n\x0cRouterStatus\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0e\n\x06queued\x18\x02 \x01(\x05\x12\x0f\n\x07running\x18\x03 \x01(\x05\x12\x16\n\x0erequests_total\x18\x04 \x01(\x03\x12\x15\n\rretries_total\x18\x05 \x01(\x03\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x10\n\x08uptime_s\x18\x07 \x01(\x01\x12\x11\n\trss_bytes\x18\x08 \x01(\x03\x12\x0b\n\x03pid\x18\t \x01(\x05\"k\n\rClusterStatus\x12\r\n\x05model\x18\x01 \x01(\t\x12&\n\x06router\x18\x02 \x01(\x0b\x32\x16.baton.v1.RouterStatus\x12#\n\x05pools\x18\x03 \x03(\x0b\x32\x14.baton.v1.PoolStatus\"4\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\"\x1e\n\rDrainResponse\x12\r\n\x05moved\x18\x01 \x01(\x05\"1\n\x0eSetRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\"\x11\n\x0fSetRoleResponse\"*\n\x0cScaleRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x05\"\x1d\n\rScaleResponse\x12\x0c\n\x04size\x18\x01 \x01(\x05\x32\xc7\x02\n\x07\x43luster\x12@\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x17.baton.v1.ClusterStatus\x12\x46\n\x0bWatchStatus\x12\x1c.baton.v1.WatchStatusRequest\x1a\x17.baton.v1.ClusterStatus0\x01\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12>\n\x07SetRole\x12\x18.baton.v1.SetRoleRequest\x1a\x19.baton.v1.SetRoleResponse\x12\x38\n\x05Scale\x12\x16.baton.v1.ScaleRequest\x1a\x17.baton.v1.ScaleResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,25 +37,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHSTATUSREQUEST']._serialized_start=85
   _globals['_WATCHSTATUSREQUEST']._serialized_end=125
   _globals['_WORKERSTATUS']._serialized_start=128
-  _globals['_WORKERSTATUS']._serialized_end=354
-  _globals['_POOLSTATUS']._serialized_start=356
-  _globals['_POOLSTATUS']._serialized_end=451
-  _globals['_ROUTERSTATUS']._serialized_start=454
-  _globals['_ROUTERSTATUS']._serialized_end=624
-  _globals['_CLUSTERSTATUS']._serialized_start=626
-  _globals['_CLUSTERSTATUS']._serialized_end=733
-  _globals['_DRAINREQUEST']._serialized_start=735
-  _globals['_DRAINREQUEST']._serialized_end=787
-  _globals['_DRAINRESPONSE']._serialized_start=789
-  _globals['_DRAINRESPONSE']._serialized_end=819
-  _globals['_SETROLEREQUEST']._serialized_start=821
-  _globals['_SETROLEREQUEST']._serialized_end=870
-  _globals['_SETROLERESPONSE']._serialized_start=872
-  _globals['_SETROLERESPONSE']._serialized_end=889
-  _globals['_SCALEREQUEST']._serialized_start=891
-  _globals['_SCALEREQUEST']._serialized_end=933
-  _globals['_SCALERESPONSE']._serialized_start=935
-  _globals['_SCALERESPONSE']._serialized_end=964
-  _globals['_CLUSTER']._serialized_start=967
-  _globals['_CLUSTER']._serialized_end=1294
+  _globals['_WORKERSTATUS']._serialized_end=367
+  _globals['_POOLSTATUS']._serialized_start=369
+  _globals['_POOLSTATUS']._serialized_end=464
+  _globals['_ROUTERSTATUS']._serialized_start=467
+  _globals['_ROUTERSTATUS']._serialized_end=650
+  _globals['_CLUSTERSTATUS']._serialized_start=652
+  _globals['_CLUSTERSTATUS']._serialized_end=759
+  _globals['_DRAINREQUEST']._serialized_start=761
+  _globals['_DRAINREQUEST']._serialized_end=813
+  _globals['_DRAINRESPONSE']._serialized_start=815
+  _globals['_DRAINRESPONSE']._serialized_end=845
+  _globals['_SETROLEREQUEST']._serialized_start=847
+  _globals['_SETROLEREQUEST']._serialized_end=896
+  _globals['_SETROLERESPONSE']._serialized_start=898
+  _globals['_SETROLERESPONSE']._serialized_end=915
+  _globals['_SCALEREQUEST']._serialized_start=917
+  _globals['_SCALEREQUEST']._serialized_end=959
+  _globals['_SCALERESPONSE']._serialized_start=961
+  _globals['_SCALERESPONSE']._serialized_end=990
+  _globals['_CLUSTER']._serialized_start=993
+  _globals['_CLUSTER']._serialized_end=1320
 # @@protoc_insertion_point(module_scope)

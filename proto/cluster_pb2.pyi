@@ -18,7 +18,7 @@ class WatchStatusRequest(_message.Message):
     def __init__(self, interval_s: _Optional[float] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "pool", "role", "incarnation", "address", "state", "load", "load_age_s", "in_flight", "restarts", "rss_bytes")
+    __slots__ = ("worker_id", "pool", "role", "incarnation", "address", "state", "load", "load_age_s", "in_flight", "restarts", "rss_bytes", "pid")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class WorkerStatus(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     pool: str
     role: str
@@ -41,7 +42,8 @@ class WorkerStatus(_message.Message):
     in_flight: int
     restarts: int
     rss_bytes: int
-    def __init__(self, worker_id: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.LoadReport, _Mapping]] = ..., load_age_s: _Optional[float] = ..., in_flight: _Optional[int] = ..., restarts: _Optional[int] = ..., rss_bytes: _Optional[int] = ...) -> None: ...
+    pid: int
+    def __init__(self, worker_id: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.LoadReport, _Mapping]] = ..., load_age_s: _Optional[float] = ..., in_flight: _Optional[int] = ..., restarts: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("name", "role", "size", "workers")
@@ -56,7 +58,7 @@ class PoolStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., size: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ...) -> None: ...
 
 class RouterStatus(_message.Message):
-    __slots__ = ("incarnation", "queued", "running", "requests_total", "retries_total", "draining", "uptime_s", "rss_bytes")
+    __slots__ = ("incarnation", "queued", "running", "requests_total", "retries_total", "draining", "uptime_s", "rss_bytes", "pid")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +67,7 @@ class RouterStatus(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     queued: int
     running: int
@@ -73,7 +76,8 @@ class RouterStatus(_message.Message):
     draining: bool
     uptime_s: float
     rss_bytes: int
-    def __init__(self, incarnation: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., requests_total: _Optional[int] = ..., retries_total: _Optional[int] = ..., draining: _Optional[bool] = ..., uptime_s: _Optional[float] = ..., rss_bytes: _Optional[int] = ...) -> None: ...
+    pid: int
+    def __init__(self, incarnation: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., requests_total: _Optional[int] = ..., retries_total: _Optional[int] = ..., draining: _Optional[bool] = ..., uptime_s: _Optional[float] = ..., rss_bytes: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
     __slots__ = ("model", "router", "pools")

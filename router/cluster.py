@@ -7,6 +7,7 @@ Refuses to know: Ray (`fleet`) and how load is estimated (`load`).
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator
 from enum import StrEnum
@@ -123,6 +124,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                 status.incarnation = member.description.incarnation
                 status.address = member.description.address
                 status.rss_bytes = _rss_bytes(member.description.pid)
+                status.pid = member.description.pid
             view, load = views.get(member.worker_id), router.book.last_report(member.worker_id)
             if view is not None and load is not None:
                 status.load.CopyFrom(load.to_wire())
@@ -140,6 +142,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                 draining=router.draining,
                 uptime_s=now - router.started_s,
                 rss_bytes=psutil.Process().memory_info().rss,
+                pid=os.getpid(),
             ),
             pools=list(pools.values()),
         )

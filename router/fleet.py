@@ -109,8 +109,11 @@ class WorkerHost:
 class RouterHost:
     """The Ray actor around the router. Works from its constructor on, so a restart by Ray needs nobody's help."""
 
-    def __init__(self, config: ClusterConfig, model_dir: Path, factories: Mapping[Role, WorkerFactory]) -> None:
+    def __init__(
+        self, config: ClusterConfig, model_dir: Path, factories: Mapping[Role, WorkerFactory], namespace: str
+    ) -> None:
         _log_to_stderr()
+        self._namespace = namespace
         self._thread = LoopThread("router")
         self._config = config
         self._model_dir = model_dir
@@ -122,7 +125,7 @@ class RouterHost:
     async def _serve(self) -> str | StartFailure:
         try:
             router = Router(self._config, Tokenizer(self._model_dir))
-            self._fleet = Fleet(self._config, router, self._factories)
+            self._fleet = Fleet(self._config, router, self._factories, self._namespace)
             self._server = RouterServer(router, self._fleet)
             address = await self._server.open(self._config.router, patience_s=5.0)
             await self._fleet.open()
@@ -199,7 +202,10 @@ class Post:
 class Fleet:
     """Keeps every pool at its size; a `cluster.Workforce`. Belongs to the router's event loop."""
 
-    def __init__(self, config: ClusterConfig, router: Router, factories: Mapping[Role, WorkerFactory]) -> None:
+    def __init__(
+        self, config: ClusterConfig, router: Router, factories: Mapping[Role, WorkerFactory], namespace: str
+    ) -> None:
+        self._namespace = namespace
         self._config = config
         self._router = router
         self._factories = factories
@@ -262,7 +268,7 @@ class Fleet:
             return
         bundle = {"CPU": pool.num_cpus, "GPU": pool.num_gpus, pool.resource: 1.0 if pool.resource else 0.0}
         bundle = {name: amount for name, amount in bundle.items() if amount}
-        group = await asyncio.to_thread(self._group, f"baton-{pool.name}-{first}", [bundle] * count)
+        group = await asyncio.to_thread(self._group, f"{self._namespace}-{pool.name}-{first}", [bundle] * count)
         for index in range(count):
             worker_id = f"{pool.name}-{first + index}"
             host = self._config.router.host
@@ -278,7 +284,7 @@ class Fleet:
             actor_class = ray.remote(WorkerHost)
             actor = actor_class.options(
                 name=worker_id,
-                namespace=NAMESPACE,
+                namespace=self._namespace,
                 lifetime="detached",
                 get_if_exists=True,
                 max_restarts=-1,
@@ -440,13 +446,18 @@ def stop_local_ray() -> None:
     ray.shutdown()
 
 
-def start_router(config: ClusterConfig, model_dir: Path, factories: Mapping[Role, WorkerFactory]) -> RouterHandle:
-    """Starts the router's actor, which starts the rest. Ray restarts it if it dies; workers outlive it."""
+def start_router(
+    config: ClusterConfig, model_dir: Path, factories: Mapping[Role, WorkerFactory], namespace: str = NAMESPACE
+) -> RouterHandle:
+    """Starts the router's actor, which starts the rest. Ray restarts it if it dies; workers outlive it.
+
+    Clusters in different namespaces share a Ray and nothing else.
+    """
     actor = (
         ray.remote(RouterHost)
         .options(
             name=ROUTER_NAME,
-            namespace=NAMESPACE,
+            namespace=namespace,
             lifetime="detached",
             get_if_exists=True,
             max_restarts=-1,
@@ -454,6 +465,6 @@ def start_router(config: ClusterConfig, model_dir: Path, factories: Mapping[Role
             max_concurrency=16,
             num_cpus=0,
         )
-        .remote(config, model_dir, dict(factories))
+        .remote(config, model_dir, dict(factories), namespace)
     )
     return RouterHandle(actor)

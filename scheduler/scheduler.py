@@ -237,7 +237,7 @@ class Scheduler:
             self._start_landed(now)
         if not preempted and not short_of_blocks:
             # What rounding to a block's end has left of the budget is no chunk to begin a prompt with.
-            budget = self._admit(chunks, reserved, 0 if budget_cut else budget, now)
+            self._admit(chunks, reserved, 0 if budget_cut else budget, now)
         return self._planned(chunks, preempted, reserved, offered)
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Emitted | Progressed]:
@@ -289,9 +289,7 @@ class Scheduler:
         if sequence_id in self._sequences or sequence_id in self._unsettled:
             return f"sequence {sequence_id} is here already"
         if not 0 < num_prompt_tokens <= num_tokens:
-            return (
-                f"{num_tokens} tokens with a prompt of {num_prompt_tokens}: the prompt must be 1 to {num_tokens} long"
-            )
+            return f"a prompt of {num_prompt_tokens} tokens among {num_tokens}; it must be neither empty nor longer"
         if num_tokens - num_prompt_tokens >= sampling.max_tokens:
             return (
                 f"{num_tokens - num_prompt_tokens} output tokens of max_tokens {sampling.max_tokens} are there already"
@@ -307,8 +305,8 @@ class Scheduler:
             return f"{what} need {self._num_blocks_for(most)} blocks, the pool has {self.config.num_blocks}"
         return ""
 
-    def _admit(self, chunks: list[Chunk], reserved: list[Sequence], budget: int, now: float) -> int:
-        """Gives blocks to those who wait, in order, until one of them must go on waiting. Returns the budget left."""
+    def _admit(self, chunks: list[Chunk], reserved: list[Sequence], budget: int, now: float) -> None:
+        """Gives blocks to those who wait, in order, until one of them must go on waiting."""
         waiting = self._waiting
         while waiting.sequences and len(self._running) + self._num_receiving < self.config.settings.max_num_seqs:
             sequence = waiting.first
@@ -335,7 +333,6 @@ class Scheduler:
             self._count_prompt_tokens(sequence, start, end)
             sequence.num_computed_tokens = end
             budget = 0 if budget_cut else budget - (end - start)
-        return budget
 
     def _hold_blocks(self, sequence: Sequence, receives: bool) -> bool:
         """Gives a sequence blocks for all its known tokens and one to come, the prefix cache's first; False if short.

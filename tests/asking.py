@@ -22,7 +22,9 @@ class Answer:
 
 def request(prompt: Sequence[int], max_tokens: int, **fields) -> inference.GenerateRequest:
     """A request for exactly `max_tokens` greedy tokens; `sampling_*` fields go into the sampling parameters."""
-    sampling = {name.removeprefix("sampling_"): fields.pop(name) for name in list(fields) if name.startswith("sampling_")}
+    sampling = {
+        name.removeprefix("sampling_"): fields.pop(name) for name in list(fields) if name.startswith("sampling_")
+    }
     return inference.GenerateRequest(
         token_ids=inference.TokenIds(ids=prompt),
         sampling=inference.SamplingParams(

@@ -135,7 +135,9 @@ class SmallCluster:
         while True:
             loads = [await self.on_loop(seat, lambda s=seat: s.worker.core.scheduler.load()) for seat in self.members()]
             busy = [
-                load for load in loads if load.held_blocks or load.lent_blocks or load.quarantined_blocks or load.running
+                load
+                for load in loads
+                if load.held_blocks or load.lent_blocks or load.quarantined_blocks or load.running
             ]
             if not busy:
                 break
@@ -164,9 +166,7 @@ class SmallCluster:
 
     async def counters(self) -> dict[str, object]:
         """Each worker's counters, fresh."""
-        return {
-            seat.worker_id: (await self.on_loop(seat, seat.worker.core.load)).counters for seat in self.members()
-        }
+        return {seat.worker_id: (await self.on_loop(seat, seat.worker.core.load)).counters for seat in self.members()}
 
     async def status(self) -> cluster.ClusterStatus:
         return await self.cluster.GetStatus(cluster.GetStatusRequest())

@@ -92,7 +92,7 @@ def test_one_that_grows_is_admitted_only_if_everyone_in_flight_can_grow_too(driv
     d = driver(num_blocks=10)
     d.add("a", 15)
     d.step()
-    # 4 of 10 blocks are held; 15 tokens and one more need 4, and one must stay for each in flight.
+    # 4 of 10 blocks are held; 15 tokens and one more need 4, and 2 must stay for each in flight.
     fits, not_now = d.add("b", 15), d.add("c", 3)
     d.plan()
     assert (fits.state, not_now.state) == (State.RUNNING, State.WAITING)

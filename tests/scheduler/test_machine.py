@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -332,9 +332,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 SchedulerMachine.TestCase.settings = settings(
     max_examples=100,
-    stateful_step_count=60,
+    stateful_step_count=30,
     deadline=None,
-    phases=[Phase.generate],
+    report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )
 test_any_order_of_events_keeps_books_and_kv_right_and_everything_ends = SchedulerMachine.TestCase

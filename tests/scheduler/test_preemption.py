@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import pytest
+
 from baton.proto.messages import Leg
+from baton.scheduler import scheduler
 from baton.scheduler.plan import StepResult
 from baton.scheduler.sequence import State
+
+
+@pytest.fixture(autouse=True)
+def low_water(monkeypatch):
+    """As low as it can be, so that a small pool is crowded soon."""
+    monkeypatch.setattr(scheduler, "LOW_WATER_BLOCKS", 1)
 
 
 def crowded(driver, **settings):
     """Two sequences that fill a pool of 8 blocks; the next block's worth of output of each needs one more.
 
-    a | 1 2 3 4 | 5 6 7 8 | 9 10 11 12 | 13 14 15 16 |      b the same
+    a | 1 2 3 4 | 5 6 7 8 | 9 10 11 12 | 13 14 15 16 |      b the same, one token behind
     """
     d = driver(num_blocks=8, **settings)
     first, second = d.add("a", 8, max_tokens=17, priority=0), d.add("b", 7, max_tokens=17, priority=1)
@@ -21,9 +30,10 @@ def crowded(driver, **settings):
 
 
 def step_until_preempted(d):
-    while not (step := d.step()).preempted:
-        pass
-    return step
+    for _ in range(1000):
+        if (step := d.step()).preempted:
+            return step
+    raise AssertionError("nothing was preempted")
 
 
 def test_the_last_in_order_loses_its_blocks_when_none_are_left(driver, chunks_of):
