@@ -70,6 +70,7 @@ class Decoder:
     layers: tuple[Layer, ...]
     norm: torch.Tensor
     head: Linear
+    head_VE: torch.Tensor
 
     def hidden(self, batch: Batch, pool_NLK2SD: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
         """Computes the step, writes its KV into the pool, and returns the final hidden state of some rows, [R, E]."""
@@ -88,8 +89,20 @@ class Decoder:
         return rms_norm(x, self.norm, self.norm_epsilon)
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
-        """Scores of the vocabulary for each row, in the model's dtype."""
-        return self.head(hidden_RE)
+        """Scores of the vocabulary for each row, fp32.
+
+        A product in half precision rounds a score of 20 to a multiple of 1/8 (bf16), so the best few are often equal, and
+        which of them wins would change with the shape of the batch. Those near the top are computed again in fp32.
+        """
+        rounded = self.head(hidden_RE)
+        scores = rounded.float()
+        if rounded.dtype is torch.float32:
+            return scores
+        best = scores.amax(dim=1, keepdim=True)
+        spacing = best.abs().clamp(min=1.0) * torch.finfo(rounded.dtype).eps
+        rows, ids = (scores >= best - 4 * spacing).nonzero(as_tuple=True)
+        scores[rows, ids] = (hidden_RE[rows].float() * self.head_VE[ids].float()).sum(dim=1)
+        return scores
 
     def _attend(
         self, x_TE: torch.Tensor, batch: Batch, turn: Rotation, pool_NLK2SD: torch.Tensor, number: int, layer: Layer

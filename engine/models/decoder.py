@@ -44,6 +44,7 @@ def build(config: ModelConfig, weights: Weights, traits: Traits) -> Decoder:
         layers=tuple(_layer(config, weights, traits, f"model.layers.{i}.") for i in range(config.num_layers)),
         norm=weights.tensor("model.norm.weight", config.hidden_size),
         head=Linear(pack(head), None),
+        head_VE=head,
     )
 
 

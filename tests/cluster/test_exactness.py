@@ -1,4 +1,4 @@
-"""Tokens through prefill, hand-off and decode, in real processes, are those of transformers and of one plain process."""
+"""Tokens through prefill, hand-off and decode in real processes are those of transformers and of one plain process."""
 
 from __future__ import annotations
 
