@@ -7,6 +7,7 @@ Refuses to know: Ray (`fleet`) and how load is estimated (`load`).
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import AsyncIterator
@@ -20,10 +21,12 @@ from baton.proto import cluster_pb2 as cluster
 from baton.proto import cluster_pb2_grpc
 from baton.proto.context import Context
 from baton.proto.messages import Role, WorkerDescription
+from baton.router.admission import FieldViolation
 from baton.router.router import Router
-from baton.router.status import refuse
+from baton.router.status import refuse, refuse_fields
 
-MIN_WATCH_INTERVAL_S = 0.1
+DEFAULT_WATCH_INTERVAL_S, MIN_WATCH_INTERVAL_S = 1.0, 0.1
+DEFAULT_DRAIN_S = 30.0
 MAX_POOL_SIZE = 1024
 
 
@@ -74,14 +77,16 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     async def WatchStatus(
         self, request: cluster.WatchStatusRequest, context: Context
     ) -> AsyncIterator[cluster.ClusterStatus]:
-        interval_s = max(request.interval_s or 1.0, MIN_WATCH_INTERVAL_S)
+        await _refuse_no_time(context, "interval_s", request.interval_s)
+        interval_s = max(request.interval_s or DEFAULT_WATCH_INTERVAL_S, MIN_WATCH_INTERVAL_S)
         while True:
             yield self._status()
             await asyncio.sleep(interval_s)
 
     async def Drain(self, request: cluster.DrainRequest, context: Context) -> cluster.DrainResponse:
+        await _refuse_no_time(context, "timeout_s", request.timeout_s)
         try:
-            moved = await self._workforce.drain(request.worker_id, request.timeout_s or 30.0)
+            moved = await self._workforce.drain(request.worker_id, request.timeout_s or DEFAULT_DRAIN_S)
         except KeyError:
             await refuse(context, grpc.StatusCode.NOT_FOUND, f"worker_id {request.worker_id!r} is not in this cluster")
         return cluster.DrainResponse(moved=moved)
@@ -95,11 +100,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
 
     async def Scale(self, request: cluster.ScaleRequest, context: Context) -> cluster.ScaleResponse:
         if not 0 <= request.size <= MAX_POOL_SIZE:
-            await refuse(
-                context,
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"size {request.size} is outside 0 to {MAX_POOL_SIZE}",
-            )
+            await refuse_fields(context, [FieldViolation("size", str(request.size), f"from 0 to {MAX_POOL_SIZE}")])
         try:
             await self._workforce.scale(request.pool, request.size)
         except KeyError:
@@ -146,6 +147,12 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             ),
             pools=list(pools.values()),
         )
+
+
+async def _refuse_no_time(context: Context, field: str, seconds: float) -> None:
+    """Refuses what cannot be waited for: NaN and infinity pass through comparisons and reach the event loop's timers."""
+    if not (math.isfinite(seconds) and seconds >= 0):
+        await refuse_fields(context, [FieldViolation(field, f"{seconds:g}", "a finite number of seconds, at least 0")])
 
 
 def _rss_bytes(pid: int) -> int:

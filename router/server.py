@@ -75,12 +75,12 @@ class RouterServer:
         return f"{host}:{port}"
 
     async def mark_ready(self) -> None:
-        """A request has gone through: health says SERVING from now on."""
+        """A request has gone through: health says SERVING from now on, unless draining has begun."""
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Health says NOT_SERVING, new requests are refused; returns whether those in progress ended in time."""
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        """Health says NOT_SERVING for good, new requests are refused; returns whether those in progress ended in time."""
+        await self._health.enter_graceful_shutdown()
         return await self._router.drain(timeout_s)
 
     async def close(self, grace_s: float = 0.5) -> None:
