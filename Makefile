@@ -28,9 +28,9 @@ test: venv ## Run all tests; ARGS goes to pytest: make test ARGS="-m 'not cluste
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: venv ## Check style, formatting, types, and that the generated protocol code is up to date.
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
 	@out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && \
 	$(PROTOC) --python_out="$$out" --pyi_out="$$out" --grpc_python_out="$$out" $(PROTOS:%=baton/proto/%.proto) && \
 	for file in $(GENERATED); do \

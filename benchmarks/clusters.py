@@ -147,7 +147,7 @@ def save_tiny_model(directory: Path, max_model_len: int = 512) -> None:
         eos_token_id=257,
         pad_token_id=None,
     )
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers.LlamaForCausalLM(config).save_pretrained(directory)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: number for number, symbol in enumerate(alphabet)}, merges=[]))

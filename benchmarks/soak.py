@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
@@ -97,11 +98,10 @@ class Tally:
 class Traffic:
     """An endless row of requests that depends on the seed alone."""
 
-    def __init__(self, seed: int, vocab_size: int, max_model_len: int) -> None:
+    def __init__(self, seed: int, model: inference.ModelInfo) -> None:
         self._random = random.Random(seed)
-        self._token_ids = range(min(vocab_size, 256))
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
+        self._token_ids = range(min(model.vocab_size, 256))
+        self._model = model
         self._prefixes = [self._tokens(self._random.randint(32, 200)) for _ in range(NUM_PREFIXES)]
         self._repeated = [self._repeatable(number) for number in range(NUM_REPEATED)]
         self._number = 0
@@ -116,6 +116,7 @@ class Traffic:
             self._several: 8,
             self._scored: 8,
             self._text: 4,
+            self._ending_at_once: 2,
             self._bad: 5,
         }
         make = self._random.choices(list(kinds), weights=list(kinds.values()))[0]
@@ -161,11 +162,16 @@ class Traffic:
         message.text = "Tell me more. " * self._random.randint(1, 12)
         return Ask("text", message)
 
+    def _ending_at_once(self) -> Ask:
+        """The first token, sampled by the prefill worker, is the last."""
+        ends = dict.fromkeys(self._model.eos_token_ids, 100.0)
+        return Ask("ends at once", self._message(temperature=0.0, ignore_eos=False, max_tokens=50, logit_bias=ends))
+
     def _bad(self) -> Ask:
         message = self._message(temperature=0.0)
         fault = self._random.randrange(6)
         if fault == 0:
-            message.token_ids.ids.append(self._vocab_size + 7)
+            message.token_ids.ids.append(self._model.vocab_size)
         elif fault == 1:
             message.sampling.temperature = -1.0
         elif fault == 2:
@@ -173,7 +179,7 @@ class Traffic:
         elif fault == 3:
             message.ClearField("prompt")
         elif fault == 4:
-            message.token_ids.ids.extend([1] * self._max_model_len)
+            message.token_ids.ids.extend([1] * self._model.max_model_len)
         else:
             message.sampling.n = 99
         return Ask("bad", message, is_bad=True)
@@ -254,11 +260,13 @@ class Caller:
             async with grpc.aio.insecure_channel(self._address) as channel:
                 stub = inference_pb2_grpc.InferenceStub(channel)
                 for _ in range(REQUESTS_PER_CHANNEL):
-                    while self._number >= num_callers.size(time.monotonic()) and time.monotonic() < until_s:
-                        await asyncio.sleep(0.5)
-                    if time.monotonic() >= until_s:
+                    now = time.monotonic()
+                    if now >= until_s:
                         return
-                    await self._ask(stub, self._traffic.next(), self._traffic.cancel(self._cancel_share))
+                    if self._number < num_callers.size(now):
+                        await self._ask(stub, self._traffic.next(), self._traffic.cancel(self._cancel_share))
+                    else:
+                        await asyncio.sleep(0.5)
 
     async def _ask(self, stub: inference_pb2_grpc.InferenceStub, ask: Ask, cancel: Cancel | None) -> None:
         tally, answer = self._tally, Answer(ask)
@@ -285,7 +293,7 @@ class Caller:
         self._judge(ask, cancel, answer, code, details)
 
     async def _cancel(
-        self, stub: inference_pb2_grpc.InferenceStub, call: grpc.aio.UnaryStreamCall, ask: Ask, cancel: Cancel
+        self, stub: inference_pb2_grpc.InferenceStub, call: grpc.aio.UnaryStreamCall[Any, Any], ask: Ask, cancel: Cancel
     ) -> None:
         await asyncio.sleep(cancel.after_s)
         if cancel.by_abort:
@@ -340,7 +348,7 @@ async def load(address: str, arguments: argparse.Namespace) -> Tally:
     async with grpc.aio.insecure_channel(address) as channel:
         model = await inference_pb2_grpc.InferenceStub(channel).GetModel(inference.GetModelRequest())
         status = cluster_pb2_grpc.ClusterStub(channel)
-        traffic = Traffic(arguments.seed, model.vocab_size, model.max_model_len)
+        traffic = Traffic(arguments.seed, model)
         started_s = time.monotonic()
         until_s = started_s + 60 * arguments.minutes
         wave = Wave(arguments.seed, started_s)
@@ -388,6 +396,8 @@ def growth(values: Sequence[int]) -> float:
 def check_end(status: cluster.ClusterStatus, unrest: Sequence[str], tally: Tally) -> None:
     for what in unrest:
         tally.complain(f"not at rest: {what}")
+    if status.router.retries_total:
+        tally.complain(f"{status.router.retries_total} attempts failed, though no process did")
     for worker in workers(status):
         if worker.restarts or worker.state != "ready":
             tally.complain(f"{worker.worker_id} is {worker.state}, restarted {worker.restarts} times")
@@ -410,7 +420,7 @@ def _show(status: cluster.ClusterStatus, tally: Tally) -> None:
     for name, count in sorted(tally.counts.items()):
         print(f"{count:8}  {name}")
     print(f"{tally.tokens:8}  tokens received")
-    print(f"{status.router.retries_total:8}  retries")
+    print(f"{status.router.retries_total:8}  retries by the router")
     for worker in workers(status):
         counters = worker.load.counters
         print(

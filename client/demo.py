@@ -168,6 +168,7 @@ def _before_exec() -> None:
     """Runs in the server's process before its program starts."""
     # A shell gives its background jobs an ignored SIGINT, which the server would inherit and never hear ours.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # And Linux sends one when this process dies, by SIGKILL too; possibly two, one for each of our threads.
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGINT)

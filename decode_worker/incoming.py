@@ -7,7 +7,7 @@ Owns: which tokens are known, read and validated, and what to do next. Refuses t
     validated  tokens [0, v) were read and the source still owned them afterwards        v <= r <= k (within one epoch)
 
     notice: k grows    reserve: v = r = cached    pull: r = k    finished: ask    yes: v = what was asked    no: r = v
-    complete when the notice was final and v = k
+    complete when the notice was final, v is the whole prompt and no read is unsettled
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ class Incoming:
 
     @property
     def complete(self) -> bool:
-        return self._blocks is not None and self.next_token is not None and self.validated >= self._known
+        if self._blocks is None or self._pulling is not None or self.next_token is None:
+            return False
+        return self.validated == self._num_prompt_tokens
 
     @property
     def pulling(self) -> bool:
@@ -78,7 +80,7 @@ class Incoming:
         return len(self._blocks or ())
 
     def notice(self, notice: ChunkNotice) -> None:
-        """More tokens have KV. A newer epoch voids what was known; an older one is ignored."""
+        """More tokens have KV. A newer epoch voids what was known; what is old or known already is ignored."""
         if notice.epoch < self.epoch:
             return
         if notice.epoch > self.epoch:
@@ -96,10 +98,11 @@ class Incoming:
                 f"{self._known} known tokens or does not hold {notice.num_tokens}"
             )
         self.announced = True
-        self._known = notice.num_tokens
-        self._pending.append(notice)
         if notice.final:
             self.next_token = notice.next_token
+        if notice.num_tokens > self._known:
+            self._known = notice.num_tokens
+            self._pending.append(notice)
 
     def reserve(self, blocks: tuple[int, ...], num_cached_tokens: int) -> None:
         """Our blocks for the whole prompt; the first `num_cached_tokens`, whole blocks of them, have KV already."""

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import grpc
 
-from baton.engine.clock import Clock
+from baton.engine.vital import Failed, vital
 from baton.engine.worker import KEEPALIVE_OPTIONS
 from baton.proto import worker_pb2 as wire
 from baton.proto import worker_pb2_grpc
@@ -25,9 +25,16 @@ from baton.proto.settings import TransferSettings
 
 log = logging.getLogger(__name__)
 
+# A new link makes a connection of its own: it does not inherit the pauses that an older one's failures have earned.
+CHANNEL_OPTIONS = (*KEEPALIVE_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+
 
 class PeerListener(Protocol):
     """What a `PeerLink` tells its owner, on the event loop."""
+
+    def opened(self, link: PeerLink) -> None:
+        """The peer has answered as the incarnation that was expected."""
+        ...
 
     def noticed(self, link: PeerLink, message: wire.ChunkNotice) -> None: ...
 
@@ -41,7 +48,10 @@ class PeerListener(Protocol):
 
 
 class PeerLink:
-    """See the module's drawing. Messages posted before the handshake is done are sent after it."""
+    """See the module's drawing. Messages posted before the handshake is done are sent after it.
+
+    `failed` hears of an exception that no peer can cause: a bug.
+    """
 
     def __init__(
         self,
@@ -49,8 +59,8 @@ class PeerLink:
         hello: wire.WatcherHello,
         geometry: KvGeometry,
         settings: TransferSettings,
-        clock: Clock,
         listener: PeerListener,
+        failed: Failed,
     ) -> None:
         self.worker_id = source.worker_id
         self.incarnation = source.incarnation
@@ -59,10 +69,10 @@ class PeerLink:
         self._hello = hello
         self._geometry = geometry
         self._settings = settings
-        self._clock = clock
         self._listener = listener
+        self._failed = failed
         self._outbox: asyncio.Queue[wire.WatcherMessage] = asyncio.Queue()
-        self._heard_s = clock()
+        self._closed = False
         self._task = asyncio.create_task(self._run())
 
     def post(self, message: wire.WatcherMessage) -> None:
@@ -70,21 +80,25 @@ class PeerLink:
 
     async def close(self) -> None:
         """Ends the stream; `lost` is not told."""
+        self._closed = True
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        reason = "the stream ended"
-        try:
-            async with grpc.aio.insecure_channel(self.grpc_address, options=KEEPALIVE_OPTIONS) as channel:
-                stream = worker_pb2_grpc.HandoffStub(channel).Watch(self._outgoing())
-                reason = await self._read(stream)
-        except grpc.aio.AioRpcError as error:
-            reason = f"{error.code().name}: {error.details()}"
-        except TimeoutError:
-            reason = f"silent for {self._settings.peer_timeout_s:.1f} s"
-        log.warning("hand-off link to %s (%s) lost: %s", self.worker_id, self.incarnation, reason)
-        self._listener.lost(self, reason)
+        reason = "an unexpected error"
+        with vital(self._failed):
+            try:
+                async with grpc.aio.insecure_channel(self.grpc_address, options=CHANNEL_OPTIONS) as channel:
+                    stream = worker_pb2_grpc.HandoffStub(channel).Watch(self._outgoing())
+                    reason = await self._read(stream)
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name}: {error.details()}"
+            except TimeoutError:
+                reason = f"silent for {self._settings.peer_timeout_s:.1f} s"
+            finally:
+                if not self._closed:
+                    log.warning("hand-off link to %s (%s) lost: %s", self.worker_id, self.incarnation, reason)
+                    self._listener.lost(self, reason)
 
     async def _outgoing(self) -> AsyncIterator[wire.WatcherMessage]:
         yield wire.WatcherMessage(hello=self._hello)
@@ -104,12 +118,12 @@ class PeerLink:
                 message = await anext(messages, None)
             if message is None:
                 return "the stream ended"
-            self._heard_s = self._clock()
             match message.WhichOneof("message"):
                 case "hello":
                     if refusal := self._refusal(message.hello):
                         return refusal
                     self.kv_address = message.hello.address
+                    self._listener.opened(self)
                 case "notice":
                     self._listener.noticed(self, message.notice)
                 case "validated":

@@ -14,12 +14,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from baton.decode_worker.incoming import Incoming, ProtocolError, WantedPull
 from baton.decode_worker.peer import PeerLink
 from baton.engine.clock import Clock
+from baton.engine.vital import Failed, vital
 from baton.engine.worker import HandoffTimes, TransferCounters
 from baton.kvtransfer.connector import Connector, Pull, PullEvent, PullState
 from baton.proto import worker_pb2 as wire
@@ -39,7 +41,9 @@ class LandingStrip(Protocol):
         """The source has KV: blocks may be reserved."""
         ...
 
-    def land(self, sequence_id: str, next_token: int, num_transferred_tokens: int, landed_s: float) -> None:
+    def land(
+        self, sequence_id: str, next_token: int, num_transferred_tokens: int, landed_s: float, times: HandoffTimes
+    ) -> None:
         """All of the prompt's KV is in the reserved blocks."""
         ...
 
@@ -87,6 +91,7 @@ class Receiver:
         settings: TransferSettings,
         clock: Clock,
         strip: LandingStrip,
+        failed: Failed,
     ) -> None:
         self._hello = wire.WatcherHello(worker_id=worker_id, incarnation=incarnation, geometry=geometry.to_wire())
         self._geometry = geometry
@@ -94,6 +99,7 @@ class Receiver:
         self._settings = settings
         self._clock = clock
         self._strip = strip
+        self._failed = failed
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._handoffs: dict[str, _Handoff] = {}
         self._by_source: dict[str, _Handoff] = {}
@@ -101,7 +107,6 @@ class Receiver:
         self._pull_numbers = itertools.count(1)
         self._pulls: dict[int, tuple[_Handoff, WantedPull]] = {}
         self._pulls_started = asyncio.Event()
-        self._times: dict[str, HandoffTimes] = {}
         self._counts = _Counts()
         self._last_tick_s = clock()
         self._tasks: list[asyncio.Task[None]] = []
@@ -127,12 +132,8 @@ class Receiver:
         """Nothing of a decode worker's own computation is lent."""
 
     def ended(self, sequence: Sequence) -> None:
-        self._times.pop(sequence.sequence_id, None)
         if sequence.request.leg is Leg.DECODE:
             self._post(self._drop, sequence.sequence_id)
-
-    def times(self, sequence: Sequence) -> HandoffTimes:
-        return self._times.get(sequence.sequence_id, HandoffTimes())
 
     def counters(self) -> TransferCounters:
         counts = self._counts
@@ -146,9 +147,13 @@ class Receiver:
             unknown_completions=counts.unknown,
         )
 
-    def _post(self, function: object, *arguments: object) -> None:
+    def _post(self, function: Callable[..., None], *arguments: object) -> None:
         assert self._event_loop is not None
-        self._event_loop.call_soon_threadsafe(function, *arguments)  # type: ignore[arg-type]
+        self._event_loop.call_soon_threadsafe(self._run, function, arguments)
+
+    def _run(self, function: Callable[..., None], arguments: tuple[object, ...]) -> None:
+        with vital(self._failed):
+            function(*arguments)
 
     # --- event loop: life -------------------------------------------------------------------------------------------
 
@@ -165,41 +170,36 @@ class Receiver:
             await link.close()
 
     async def _poll(self) -> None:
-        while True:
-            if not self._pulls:
-                self._pulls_started.clear()
-                await self._pulls_started.wait()
-            for event in self._connector.poll():
-                self._pull_event(event)
-            await asyncio.sleep(POLL_INTERVAL_S)
+        with vital(self._failed):
+            while True:
+                if not self._pulls:
+                    self._pulls_started.clear()
+                    await self._pulls_started.wait()
+                for event in self._connector.poll():
+                    self._pull_event(event)
+                await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _tick(self) -> None:
         """Fences this side: after a stall of more than half a lease, nothing that was in progress is trusted."""
-        while True:
-            await asyncio.sleep(self._settings.heartbeat_s)
-            now = self._clock()
-            stall_s, self._last_tick_s = now - self._last_tick_s, now
-            if stall_s > self._settings.lease_s / 2:
-                for sequence_id in list(self._handoffs):
-                    self._fail(sequence_id, f"this worker stalled for {stall_s:.1f} s during the hand-off")
+        with vital(self._failed):
+            while True:
+                await asyncio.sleep(self._settings.heartbeat_s)
+                now = self._clock()
+                stall_s, self._last_tick_s = now - self._last_tick_s, now
+                if stall_s > self._settings.lease_s / 2:
+                    for sequence_id in list(self._handoffs):
+                        self._fail(sequence_id, f"this worker stalled for {stall_s:.1f} s during the hand-off")
 
     # --- event loop: what the step loop says ------------------------------------------------------------------------
 
     def _expect(self, sequence_id: str, source: HandoffSource, num_tokens: int) -> None:
         link = self._links.get(source.incarnation)
         if link is None:
-            self._forget_older(source)
-            link = PeerLink(source, self._hello, self._geometry, self._settings, self._clock, self)
+            link = PeerLink(source, self._hello, self._geometry, self._settings, self, self._failed)
             self._links[source.incarnation] = link
         incoming = Incoming(sequence_id, source, num_tokens, self._geometry.block_size)
         self._handoffs[sequence_id] = self._by_source[source.sequence_id] = _Handoff(incoming, link)
         link.post(wire.WatcherMessage(subscribe=wire.Subscribe(sequence_id=source.sequence_id)))
-
-    def _forget_older(self, source: HandoffSource) -> None:
-        """A new incarnation of a worker is evidence that the old one is dead."""
-        for link in list(self._links.values()):
-            if link.worker_id == source.worker_id:
-                self.lost(link, f"{source.worker_id} has restarted as {source.incarnation}")
 
     def _reserve(self, sequence_id: str, blocks: tuple[int, ...], num_cached_tokens: int) -> None:
         handoff = self._handoffs.get(sequence_id)
@@ -220,6 +220,12 @@ class Receiver:
             self._strip.settle(sequence_id)
 
     # --- event loop: what the source says (PeerListener) --------------------------------------------------------------
+
+    def opened(self, link: PeerLink) -> None:
+        """An incarnation that answers is evidence that all others of its name are dead; a leg that names it is none."""
+        for other in list(self._links.values()):
+            if other.worker_id == link.worker_id and other is not link:
+                self.lost(other, f"{link.worker_id} has restarted as {link.incarnation}")
 
     def noticed(self, link: PeerLink, message: wire.ChunkNotice) -> None:
         handoff = self._find(link, message.sequence_id)
@@ -324,7 +330,8 @@ class Receiver:
                     )
             case PullState.FAILED:
                 self._counts.failed += 1
-                if not handoff.dropped:
+                # A read of blocks that were revoked meanwhile may well find a wrong checksum: it is done again.
+                if not handoff.dropped and wanted.epoch == incoming.epoch:
                     self._fail(incoming.sequence_id, f"reading the KV failed: {event.reason}")
             case PullState.SETTLED:
                 del self._pulls[event.pull_id]
@@ -341,7 +348,7 @@ class Receiver:
         now = self._clock()
         final_s = handoff.final_s if handoff.final_s is not None else now
         start_s = max(final_s, handoff.last_pull_s) if handoff.last_pull_s is not None else final_s
-        self._times[incoming.sequence_id] = HandoffTimes(wait_s=start_s - final_s, transfer_s=now - start_s)
+        times = HandoffTimes(wait_s=start_s - final_s, transfer_s=now - start_s)
         del self._handoffs[incoming.sequence_id]
         del self._by_source[incoming.source.sequence_id]
         handoff.link.post(
@@ -349,7 +356,7 @@ class Receiver:
                 acknowledge=wire.Acknowledge(sequence_id=incoming.source.sequence_id, epoch=incoming.epoch)
             )
         )
-        self._strip.land(incoming.sequence_id, incoming.next_token, handoff.transferred, now)
+        self._strip.land(incoming.sequence_id, incoming.next_token, handoff.transferred, now, times)
 
     def _fail(self, sequence_id: str, reason: str) -> None:
         self._strip.fail(sequence_id, reason)

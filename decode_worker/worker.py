@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 
 from baton.decode_worker.receiver import Receiver
-from baton.engine.worker import ModelRunner, WorkerCore, new_incarnation
+from baton.engine.vital import Failed
+from baton.engine.worker import HandoffTimes, ModelRunner, WorkerCore, new_incarnation
 from baton.kvtransfer.connector import KvPool, open_connector
 from baton.proto.messages import FailureKind, LegFailure, WorkerDescription
 from baton.proto.settings import WorkerSettings
 
 
 class DecodeWorker:
-    """Complete when the constructor returns; `start` opens its port. `failed` is told of a bug that ends the step loop.
+    """Complete when the constructor returns; `start` opens its port.
+
+    `failed` is told of a bug, in the step loop or beside it, after which the worker must not go on.
 
     Raises ConnectorError from the constructor if the transport is not there.
     """
 
-    def __init__(self, settings: WorkerSettings, runner: ModelRunner, failed: Callable[[BaseException], None]) -> None:
+    def __init__(self, settings: WorkerSettings, runner: ModelRunner, failed: Failed) -> None:
         self._connector = open_connector(settings.transfer)
         self._connector.attach(KvPool(runner.kv, runner.geometry))
         incarnation = new_incarnation()
@@ -34,6 +36,7 @@ class DecodeWorker:
             settings.transfer,
             time.monotonic,
             self,
+            failed,
         )
         self.core = WorkerCore(
             settings, runner, self._receiver, incarnation, self._connector.name, time.monotonic, failed
@@ -54,14 +57,10 @@ class DecodeWorker:
     def announce(self, sequence_id: str) -> None:
         self.core.loop.call(lambda: self.core.scheduler.announce(sequence_id))
 
-    def land(self, sequence_id: str, next_token: int, num_transferred_tokens: int, landed_s: float) -> None:
-        def land() -> None:
-            scheduler = self.core.scheduler
-            if not scheduler.land(sequence_id, next_token, num_transferred_tokens, landed_s):
-                # It was aborted meanwhile. All of its reads have ended, so nothing else will settle its blocks.
-                scheduler.settle(sequence_id)
-
-        self.core.loop.call(land)
+    def land(
+        self, sequence_id: str, next_token: int, num_transferred_tokens: int, landed_s: float, times: HandoffTimes
+    ) -> None:
+        self.core.loop.call(lambda: self.core.land(sequence_id, next_token, num_transferred_tokens, landed_s, times))
 
     def fail(self, sequence_id: str, reason: str) -> None:
         failure = LegFailure(sequence_id, FailureKind.SOURCE_LOST, reason)

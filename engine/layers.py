@@ -91,8 +91,8 @@ class Decoder:
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         """Scores of the vocabulary for each row, fp32.
 
-        A product in half precision rounds a score of 20 to a multiple of 1/8 (bf16), so the best few are often equal, and
-        which of them wins would change with the shape of the batch. Those near the top are computed again in fp32.
+        A product in half precision rounds a score of 20 to a multiple of 1/8 (bf16), so the best few are often equal,
+        and which of them wins would change with the shape of the batch. Those near the top are computed again in fp32.
         """
         rounded = self.head(hidden_RE)
         scores = rounded.float()

@@ -21,14 +21,17 @@ from baton.engine.clock import Clock
 from baton.engine.description import ModelDescription
 from baton.engine.desk import RouterDesk
 from baton.engine.loop import StepLoop, StepRunner
+from baton.engine.vital import Failed
 from baton.proto import worker_pb2_grpc
 from baton.proto.messages import (
+    FailureKind,
     KvGeometry,
     Leg,
     LegFailure,
     LegSummary,
     LoadReport,
     Request,
+    Role,
     StageTimes,
     TokenBatch,
     TokenLogprob,
@@ -80,6 +83,11 @@ class HandoffTimes:
     transfer_s: float = 0.0
 
 
+# The part of a request that a worker runs by its role. A prefill worker's sequences never grow, so none is ever set
+# back while a decode worker waits for it.
+_LEGS = {Role.PREFILL: Leg.PREFILL, Role.DECODE: Leg.DECODE, Role.COLOCATED: Leg.WHOLE}
+
+
 class ModelRunner(StepRunner, Protocol):
     """A model in memory with its KV pool: `kv` is [block, layer, kv_head, K/V, token, head_dim]."""
 
@@ -120,10 +128,6 @@ class HandoffSide(Protocol):
         """It has finished, or was aborted: it lends and receives nothing any more."""
         ...
 
-    def times(self, sequence: Sequence) -> HandoffTimes:
-        """How long the hand-off of a landed sequence took."""
-        ...
-
     def counters(self) -> TransferCounters: ...
 
 
@@ -132,13 +136,14 @@ class LegRecord:
     """What one leg has to report when it ends."""
 
     first_token_s: float | None = None
+    handoff: HandoffTimes = HandoffTimes()
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 class WorkerCore:
     """The part that prefill and decode workers share; a `LegHandler` for the desk and a `StepListener` for the loop.
 
-    `failed` is called when the step loop ended by an exception: the process cannot go on.
+    `failed` is told of a bug in the step loop or beside it: the process cannot go on.
     """
 
     def __init__(
@@ -149,7 +154,7 @@ class WorkerCore:
         incarnation: str,
         connector_name: str,
         clock: Clock,
-        failed: Callable[[BaseException], None],
+        failed: Failed,
     ) -> None:
         self.settings = settings
         self.runner = runner
@@ -167,7 +172,7 @@ class WorkerCore:
             )
         )
         self.loop = StepLoop(self.scheduler, runner, self, clock, failed, settings.idle_report_s)
-        self.desk = RouterDesk(self.describe, self, clock)
+        self.desk = RouterDesk(self.describe, self, clock, failed)
         self._legs: dict[str, LegRecord] = {}
         self._report_number = 0
         self._next_idle_report_s = 0.0
@@ -225,13 +230,28 @@ class WorkerCore:
 
     # --- step loop: what routers ask --------------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> LegFailure | None:
-        outcome = self.scheduler.add(request, self.clock())
+    def submit(self, request: Request, arrived_s: float) -> LegFailure | None:
+        wrong = self._wrong(request)
+        outcome = Refusal(FailureKind.REFUSED, wrong) if wrong else self.scheduler.add(request, arrived_s)
         if isinstance(outcome, Refusal):
             return LegFailure(request.sequence_id, outcome.kind, outcome.message)
         self._legs[request.sequence_id] = LegRecord()
         self._side.accepted(outcome)
         return None
+
+    def _wrong(self, request: Request) -> str:
+        """What would break a step or a hand-off later on; empty if nothing would."""
+        model, sampling = self.runner.description, request.sampling
+        if request.leg is not _LEGS[self.settings.role]:
+            return f"a {request.leg.name} leg on a {self.settings.role.value} worker"
+        if request.leg is Leg.DECODE and request.source is None:
+            return "a decode leg without a source"
+        low, high = min(request.token_ids, default=0), max(request.token_ids, default=0)
+        if low < 0 or high >= model.vocab_size:
+            return f"token ids from {low} to {high} of a vocabulary of {model.vocab_size}"
+        if not all(0 <= (count or 0) <= model.vocab_size for count in (sampling.logprobs, sampling.prompt_logprobs)):
+            return f"log-probabilities of {sampling.logprobs} and {sampling.prompt_logprobs} tokens each"
+        return ""
 
     def abort(self, sequence_id: str) -> None:
         sequence = self.scheduler.abort(sequence_id, self.clock())
@@ -243,6 +263,19 @@ class WorkerCore:
         """Ends a leg that cannot go on, and tells its router."""
         self.abort(failure.sequence_id)
         self.desk.fail(failure)
+
+    def land(
+        self, sequence_id: str, next_token: int, num_transferred_tokens: int, landed_s: float, times: HandoffTimes
+    ) -> None:
+        """A decode leg's KV is complete in its blocks, and nothing reads into them any more."""
+        sequence = self.scheduler.get(sequence_id)
+        if sequence is None or not self.scheduler.land(sequence_id, next_token, num_transferred_tokens, landed_s):
+            # It was aborted meanwhile. All of its reads have ended, so nothing else will settle its blocks.
+            self.scheduler.settle(sequence_id)
+            return
+        self._legs[sequence_id].handoff = times
+        if sequence.finish_reason is not None:
+            self._emit(Emitted(sequence, next_token, sequence.finish_reason), None, landed_s)
 
     def release(self, sequence_id: str) -> None:
         """Ends a prefill leg whose KV has been fetched; its blocks stay in the prefix cache."""
@@ -316,7 +349,8 @@ class WorkerCore:
             sequence = step.chunks[index].sequence
             logprobs[sequence.sequence_id] = entry
             if entry.prompt and sequence.sequence_id in self._legs:
-                self._legs[sequence.sequence_id].prompt_logprobs.extend(entry.prompt)
+                # From the chunk's start on: a preempted sequence computes its prompt again.
+                self._legs[sequence.sequence_id].prompt_logprobs[step.chunks[index].start :] = entry.prompt
         for event in events:
             if isinstance(event, Emitted):
                 self._emit(event, logprobs.get(event.sequence.sequence_id), now)
@@ -351,18 +385,19 @@ class WorkerCore:
             self._side.ended(sequence)
 
     def _summary(self, sequence: Sequence, record: LegRecord, now: float) -> LegSummary:
-        assert sequence.first_run_s is not None
         assert record.first_token_s is not None
         if sequence.request.leg is Leg.DECODE:
             assert sequence.landed_s is not None
-            handoff = self._side.times(sequence)
+            # One that its landing has finished never runs.
+            first_run_s = sequence.first_run_s if sequence.first_run_s is not None else now
             times = StageTimes(
-                handoff_wait=handoff.wait_s,
-                handoff_transfer=handoff.transfer_s,
-                decode_admission=sequence.first_run_s - sequence.landed_s,
-                decode=now - sequence.first_run_s,
+                handoff_wait=record.handoff.wait_s,
+                handoff_transfer=record.handoff.transfer_s,
+                decode_admission=first_run_s - sequence.landed_s,
+                decode=now - first_run_s,
             )
         else:
+            assert sequence.first_run_s is not None
             times = StageTimes(
                 prefill_queue=sequence.first_run_s - sequence.added_s,
                 prefill_compute=record.first_token_s - sequence.first_run_s,

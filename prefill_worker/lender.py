@@ -20,12 +20,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from baton.engine.clock import Clock
-from baton.engine.worker import HandoffTimes, TransferCounters
+from baton.engine.worker import TransferCounters
 from baton.kvtransfer.connector import Connector
 from baton.kvtransfer.lease import LeaseTable, LeaseTaken, UnknownLease
 from baton.proto import worker_pb2 as wire
 from baton.proto.messages import ChunkNotice, Leg
-from baton.scheduler.sequence import Sequence
+from baton.scheduler.sequence import Sequence, State
 
 log = logging.getLogger(__name__)
 
@@ -111,12 +111,10 @@ class Lender:
     def ended(self, sequence: Sequence) -> None:
         with self._lock:
             closed = self._table.close(sequence.sequence_id)
-            if closed is not None:
+            # One that its first token has finished needs no decode leg: the router ends that, and it is no failure.
+            if closed is not None and sequence.state is not State.FINISHED:
                 self._post_revoked(closed[0], sequence.sequence_id, closed[1], gone=True, reason="the leg has ended")
         self._connector.release(sequence.sequence_id)
-
-    def times(self, sequence: Sequence) -> HandoffTimes:
-        return HandoffTimes()
 
     def counters(self) -> TransferCounters:
         counters = self._table.counters
@@ -148,21 +146,15 @@ class Lender:
     # --- event loop -----------------------------------------------------------------------------------------------
 
     def open_watcher(self, link: WatcherLink) -> None:
-        """Adds a decode worker's stream; a stream of the same incarnation that was there before is replaced."""
-        previous = self._watchers.get(link.name)
-        if previous is not None:
-            self.close_watcher(previous)
+        """Adds a decode worker's stream. Its name is its own: a later stream of that worker is another watcher."""
         with self._lock:
             self._watchers[link.name] = link
 
     def close_watcher(self, link: WatcherLink) -> None:
         """Its stream has ended: nobody will fetch what it was lent, so those legs fail."""
         with self._lock:
-            if self._watchers.get(link.name) is not link:
-                return
             del self._watchers[link.name]
             dropped = self._table.drop_watcher(link.name)
-        link.outbox.put_nowait(None)
         for sequence_id in dropped:
             self._expire(sequence_id, f"{link.name} is gone")
 

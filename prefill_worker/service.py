@@ -6,6 +6,7 @@ Owns: the handshake, heartbeats, and the verdict that a silent watcher is gone. 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import zlib
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from baton.engine.clock import Clock
+from baton.engine.vital import Failed, vital
 from baton.prefill_worker.lender import Lender, WatcherLink
 from baton.proto import worker_pb2 as wire
 from baton.proto import worker_pb2_grpc
@@ -35,6 +37,7 @@ class HandoffService(worker_pb2_grpc.HandoffServicer):
         lender: Lender,
         settings: TransferSettings,
         clock: Clock,
+        failed: Failed,
     ) -> None:
         self._hello = wire.LenderHello(
             worker_id=worker_id,
@@ -48,6 +51,8 @@ class HandoffService(worker_pb2_grpc.HandoffServicer):
         self._lender = lender
         self._settings = settings
         self._clock = clock
+        self._failed = failed
+        self._stream_numbers = itertools.count(1)
 
     async def Watch(
         self, requests: AsyncIterator[wire.WatcherMessage], context: Context
@@ -63,7 +68,8 @@ class HandoffService(worker_pb2_grpc.HandoffServicer):
         if hello.refused:
             log.error("refused %s: %s", first.hello.worker_id, hello.refused)
             return
-        link = WatcherLink(f"{first.hello.worker_id}/{first.hello.incarnation}", self._clock())
+        name = f"{first.hello.worker_id}/{first.hello.incarnation}/{next(self._stream_numbers)}"
+        link = WatcherLink(name, self._clock())
         self._lender.open_watcher(link)
         reader = asyncio.create_task(self._read(requests, link))
         try:
@@ -90,16 +96,20 @@ class HandoffService(worker_pb2_grpc.HandoffServicer):
                 if now - link.renewed_s > self._settings.heartbeat_s / 2:
                     link.renewed_s = now
                     self._lender.renew(link)
-                match message.WhichOneof("message"):
-                    case "subscribe":
-                        self._lender.subscribe(link, message.subscribe.sequence_id)
-                    case "validate":
-                        self._lender.validate(link, message.validate)
-                    case "acknowledge":
-                        self._lender.acknowledge(message.acknowledge.sequence_id, message.acknowledge.epoch)
-                    case "heartbeat":
-                        pass
-                    case _:
-                        log.warning("%s sent an unknown message", link.name)
+                with vital(self._failed):
+                    self._obey(message, link)
         finally:
             link.outbox.put_nowait(None)
+
+    def _obey(self, message: wire.WatcherMessage, link: WatcherLink) -> None:
+        match message.WhichOneof("message"):
+            case "subscribe":
+                self._lender.subscribe(link, message.subscribe.sequence_id)
+            case "validate":
+                self._lender.validate(link, message.validate)
+            case "acknowledge":
+                self._lender.acknowledge(message.acknowledge.sequence_id, message.acknowledge.epoch)
+            case "heartbeat":
+                pass
+            case _:
+                log.warning("%s sent an unknown message", link.name)

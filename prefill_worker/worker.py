@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 
+from baton.engine.vital import Failed, vital
 from baton.engine.worker import ModelRunner, WorkerCore, new_incarnation
 from baton.kvtransfer.connector import KvPool, open_connector
 from baton.prefill_worker.lender import Lender
@@ -19,13 +19,16 @@ from baton.proto.settings import WorkerSettings
 
 
 class PrefillWorker:
-    """Complete when the constructor returns; `start` opens its port. `failed` is told of a bug that ends the step loop.
+    """Complete when the constructor returns; `start` opens its port.
+
+    `failed` is told of a bug, in the step loop or beside it, after which the worker must not go on.
 
     Raises ConnectorError from the constructor if the transport is not there.
     """
 
-    def __init__(self, settings: WorkerSettings, runner: ModelRunner, failed: Callable[[BaseException], None]) -> None:
+    def __init__(self, settings: WorkerSettings, runner: ModelRunner, failed: Failed) -> None:
         self._settings = settings
+        self._failed = failed
         self._connector = open_connector(settings.transfer)
         address = self._connector.attach(KvPool(runner.kv, runner.geometry))
         self._lender = Lender(
@@ -47,6 +50,7 @@ class PrefillWorker:
             self._lender,
             settings.transfer,
             time.monotonic,
+            failed,
         )
         self._ticker: asyncio.Task[None] | None = None
 
@@ -64,9 +68,10 @@ class PrefillWorker:
         await asyncio.to_thread(self._connector.close)
 
     async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(self._settings.transfer.heartbeat_s)
-            self._lender.tick()
+        with vital(self._failed):
+            while True:
+                await asyncio.sleep(self._settings.transfer.heartbeat_s)
+                self._lender.tick()
 
     def _release(self, sequence_id: str) -> None:
         self.core.loop.call(lambda: self.core.release(sequence_id))

@@ -20,21 +20,27 @@ from pathlib import Path
 
 import psutil
 
-from baton.decode_worker.worker import DecodeWorker
 from baton.engine.checkpoint import CheckpointError, resolve_model
-from baton.engine.runner import Runner
-from baton.prefill_worker.worker import PrefillWorker
 from baton.proto.messages import Role
 from baton.proto.settings import WorkerSettings
 from baton.router.config import ClusterConfig
-from baton.router.fleet import FleetError, WorkerFactory, start_local_ray, start_router, stop_local_ray
+from baton.router.fleet import FleetError, Worker, WorkerFactory, start_local_ray, start_router, stop_local_ray
+
+# The launcher and the router hold these two functions and never call them. Their imports stand inside, so that torch,
+# 1.5 s and 200 MiB for each process, is loaded by workers alone.
 
 
-def prefill_worker(settings: WorkerSettings, failed: Callable[[BaseException], None]) -> PrefillWorker:
+def prefill_worker(settings: WorkerSettings, failed: Callable[[BaseException], None]) -> Worker:
+    from baton.engine.runner import Runner
+    from baton.prefill_worker.worker import PrefillWorker
+
     return PrefillWorker(settings, Runner(settings.engine), failed)
 
 
-def decode_worker(settings: WorkerSettings, failed: Callable[[BaseException], None]) -> DecodeWorker:
+def decode_worker(settings: WorkerSettings, failed: Callable[[BaseException], None]) -> Worker:
+    from baton.decode_worker.worker import DecodeWorker
+    from baton.engine.runner import Runner
+
     return DecodeWorker(settings, Runner(settings.engine), failed)
 
 
@@ -50,34 +56,37 @@ class StartError(Exception):
 
 
 def serve(config: ClusterConfig) -> int:
-    """Runs a cluster on this machine until SIGINT or SIGTERM; returns the process's exit code."""
+    """Runs a cluster on this machine until SIGINT or SIGTERM; returns the process's exit code.
+
+    0 if every request ended before it did, 130 if a signal came before it served.
+    """
     began_s = time.monotonic()
+    try:
+        model_dir = check(config)
+    except (StartError, CheckpointError) as error:
+        _complain(error)
+        return 1
+    # From here on there are processes to end in order. Before, a signal may end a download or a conversion at once.
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    try:
-        model_dir = check(config)
-        config = sharing_cores(config)
-        print(f"starting {_described(config)}", flush=True)
-        start_local_ray(sum(pool.num_cpus * pool.size for pool in config.pools))
-    except (StartError, CheckpointError, FleetError) as error:
-        print(f"baton: {error}", file=sys.stderr)
-        return 1
+    config = sharing_cores(config)
+    print(f"starting {_described(config)}", flush=True)
+    start_local_ray(sum(pool.num_cpus * pool.size for pool in config.pools))
     try:
         router = start_router(config, model_dir, FACTORIES)
-        try:
-            address = router.ready(config.router.worker_start_timeout_s, stop)
-            if address is not None:
-                print(f"ready  grpc {address}  {time.monotonic() - began_s:.1f} s after start", flush=True)
-                stop.wait()
-                print("draining", flush=True)
-        finally:
-            drained = router.stop(config.router.drain_timeout_s if stop.is_set() else 0.0)
-        return 0 if drained else 1
+        address = router.ready(config.router.worker_start_timeout_s, stop)
+        if address is None:
+            return 130
+        print(f"ready  grpc {address}  {time.monotonic() - began_s:.1f} s after start", flush=True)
+        stop.wait()
+        print("draining", flush=True)
+        return 0 if router.stop(config.router.drain_timeout_s) else 1
     except FleetError as error:
-        print(f"baton: {error}", file=sys.stderr)
+        _complain(error)
         return 1
     finally:
+        # Ends router and workers too, in whatever state they are: who has not come to serving has nothing to drain.
         stop_local_ray()
 
 
@@ -94,9 +103,7 @@ def check(config: ClusterConfig) -> Path:
                 probe.bind((router.host, router.port))
             except OSError as error:
                 raise StartError(f"{router.host}:{router.port} cannot be bound: {error.strerror}") from error
-    if transfer.connector == "nixl" and not any(
-        importlib.util.find_spec(name) for name in ("nixl", "nixl_cu12", "nixl_cu13")
-    ):
+    if transfer.connector == "nixl" and not any(map(_installed, ("nixl", "nixl_cu12", "nixl_cu13"))):
         raise StartError("the connector nixl needs the package nixl, which is not installed")
     model_dir = resolve_model(config.model)
     needed = sum(pool.size * pool.engine.kv_cache_gib for pool in config.pools if pool.engine.device == "cpu")
@@ -123,3 +130,15 @@ def sharing_cores(config: ClusterConfig) -> ClusterConfig:
 def _described(config: ClusterConfig) -> str:
     pools = ", ".join(f"{pool.size} {pool.role.value} ({pool.engine.threads} threads)" for pool in config.pools)
     return f"{config.model}: {pools}, {config.transfer.connector}, {config.router.binding} binding"
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ImportError:
+        return False
+
+
+def _complain(error: Exception) -> None:
+    """One line for a person, also of an error whose own text has many."""
+    print("baton:", " ".join(str(error).split()), file=sys.stderr)

@@ -54,8 +54,15 @@ class Member(Protocol):
     def description(self) -> WorkerDescription | None: ...
 
 
+class WorkforceError(Exception):
+    """A change that could not be made; the message is for a person."""
+
+
 class Workforce(Protocol):
-    """What the service asks of the fleet. `drain` and `scale` raise KeyError for a name that does not exist."""
+    """What the service asks of the fleet.
+
+    `drain` and `scale` raise KeyError for a name that does not exist, WorkforceError for what cannot be done.
+    """
 
     def members(self) -> list[Member]: ...
 
@@ -105,6 +112,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             await self._workforce.scale(request.pool, request.size)
         except KeyError:
             await refuse(context, grpc.StatusCode.NOT_FOUND, f"pool {request.pool!r} is not in this cluster")
+        except WorkforceError as error:
+            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return cluster.ScaleResponse(size=request.size)
 
     def _status(self) -> cluster.ClusterStatus:
@@ -150,7 +159,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
 
 
 async def _refuse_no_time(context: Context, field: str, seconds: float) -> None:
-    """Refuses what cannot be waited for: NaN and infinity pass through comparisons and reach the event loop's timers."""
+    """Refuses what cannot be waited for: NaN would pass through comparisons and reach the event loop's timers."""
     if not (math.isfinite(seconds) and seconds >= 0):
         await refuse_fields(context, [FieldViolation(field, f"{seconds:g}", "a finite number of seconds, at least 0")])
 

@@ -10,25 +10,29 @@ Refuses to know: requests and tokens. What a worker does is behind the factory t
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import ray
+from ray._private import parameter
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from baton.proto.messages import Role, WorkerDescription
 from baton.proto.settings import WorkerSettings
-from baton.router.cluster import Member, WorkerState
+from baton.router.cluster import Member, WorkerState, WorkforceError
 from baton.router.config import ClusterConfig, PoolConfig
 from baton.router.link import WorkerLink
 from baton.router.router import Router
@@ -64,7 +68,7 @@ class StartFailure:
     message: str
 
 
-class FleetError(Exception):
+class FleetError(WorkforceError):
     """A cluster that cannot be brought up; the message is for a person."""
 
 
@@ -431,15 +435,34 @@ def start_local_ray(num_cpus: float) -> None:
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(
-        address="local",
-        namespace=NAMESPACE,
-        num_cpus=max(1, int(num_cpus + 0.999)) + 1,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=128 << 20,
-    )
+    with _fewer_processes():
+        ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            num_cpus=max(1, int(num_cpus + 0.999)) + 1,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=128 << 20,
+        )
+
+
+@contextmanager
+def _fewer_processes() -> Iterator[None]:
+    """Has `ray.init` leave out the autoscaler and the log monitor, and give its node's agent any free port.
+
+    That port is fixed otherwise, and where another Ray has it no worker starts for the 4 s in which the agent tries to
+    get it. These are options of `ray start` that `ray.init` does not pass on; one that a Ray does not know is left out.
+    """
+    module: Any = parameter
+    made = module.RayParams
+    wanted = {"dashboard_agent_listen_port": 0, "no_monitor": True, "include_log_monitor": False}
+    known = inspect.signature(made).parameters
+    module.RayParams = partial(made, **{name: value for name, value in wanted.items() if name in known})
+    try:
+        yield
+    finally:
+        module.RayParams = made
 
 
 def stop_local_ray() -> None:

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import asdict
 
 import grpc
 
@@ -26,10 +27,13 @@ from baton.router.detokenizer import Detokenizer
 from baton.router.journey import Ended, Errand, Failed, Journey, Tokens, Trouble
 from baton.router.router import Router
 from baton.router.status import refuse, refuse_failed, refuse_fields
+from baton.router.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 LONG_TEXT_CHARS = 4096
+
+_Message = inference.GenerateResponse | Failed | None
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -52,14 +56,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if not isinstance(admitted, Admitted):
             await refuse_fields(context, admitted)
         await self._take_over(admitted, context)
-        finished = finished_before(admitted)
+        finished = finished_before(admitted, router.tokenizer)
         if finished is not None:
-            yield inference.GenerateResponse(
-                request_id=admitted.request_id, first_token_index=len(admitted.resume_token_ids), finish=finished
-            )
+            yield finished
             return
-        queue: asyncio.Queue[inference.GenerateResponse | Failed | None] = asyncio.Queue(maxsize=64)
-        task = asyncio.create_task(self._run(admitted, self._deadline(context, arrived_s), arrived_s, queue))
+        deadline_s = self._deadline(context, arrived_s)
+        outputs = [_Output(router, admitted, index, deadline_s, arrived_s) for index in range(admitted.n)]
+        # Unbounded, so that the end always finds room; it holds no more than the outputs' tokens.
+        queue: asyncio.Queue[_Message] = asyncio.Queue()
+        task = asyncio.create_task(self._run(admitted.request_id, outputs, queue))
+        task.add_done_callback(lambda task: self._close(task, outputs, queue))
         self._tasks[admitted.request_id] = task
         router.begin()
         try:
@@ -115,35 +121,28 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         left_s, bound_s = context.time_remaining(), self._router.config.router.request_timeout_s
         return arrived_s + (bound_s if left_s is None else min(left_s, bound_s))
 
-    async def _run(
-        self,
-        admitted: Admitted,
-        deadline_s: float,
-        arrived_s: float,
-        queue: asyncio.Queue[inference.GenerateResponse | Failed | None],
-    ) -> None:
-        """All outputs of one request; the queue ends with None, whatever happens."""
-        outputs = [_Output(self._router, admitted, index, deadline_s, arrived_s) for index in range(admitted.n)]
+    async def _run(self, request_id: str, outputs: list[_Output], queue: asyncio.Queue[_Message]) -> None:
+        """All outputs of one request."""
         try:
             async with asyncio.TaskGroup() as group:
                 for output in outputs:
                     group.create_task(output.run(queue))
-            await queue.put(None)
         except Exception:
             # A bug in one request must end that request, and be seen, but not the router.
-            log.exception("request %s failed", admitted.request_id)
-            await queue.put(Failed(Trouble.INTERNAL, "an unexpected error; the router's log has more"))
-        except asyncio.CancelledError:
-            # Of Abort or of a client that is gone: whoever still listens hears that it was aborted.
-            while not queue.empty():
-                queue.get_nowait()
+            log.exception("request %s failed", request_id)
+            queue.put_nowait(Failed(Trouble.INTERNAL, "an unexpected error; the router's log has more"))
+
+    def _close(self, task: asyncio.Task[None], outputs: list[_Output], queue: asyncio.Queue[_Message]) -> None:
+        """Ends the queue, whatever ended the task: an Abort may come before it has run at all.
+
+        After an Abort, or to a client that is gone, each output that has no end yet says that it was aborted.
+        """
+        if task.cancelled():
             for output in outputs:
-                if not output.ended and not queue.full():
-                    queue.put_nowait(output.finish(FinishReason.ABORTED))
-            queue.put_nowait(None)
-            raise
-        finally:
-            self._router.end(sum(output.journey.ledger.retries for output in outputs))
+                if not output.ended:
+                    queue.put_nowait(output.end(FinishReason.ABORTED))
+        queue.put_nowait(None)
+        self._router.end(sum(output.journey.ledger.retries for output in outputs))
 
 
 class _Output:
@@ -154,14 +153,7 @@ class _Output:
         self._index = index
         self._sampling = admitted.sampling_of(index)
         self._num_tokens = len(admitted.resume_token_ids)
-        self._detokenizer = Detokenizer(
-            router.tokenizer,
-            admitted.prompt_token_ids,
-            admitted.stop,
-            stop_token_ids=self._sampling.stop_token_ids,
-            min_tokens=self._sampling.min_tokens,
-            delivered_ids=admitted.resume_token_ids,
-        )
+        self._detokenizer = _detokenizer(admitted, router.tokenizer)
         self.ended = False
         self.journey: Journey = router.journey(
             Errand(
@@ -176,28 +168,39 @@ class _Output:
             )
         )
 
-    async def run(self, queue: asyncio.Queue[inference.GenerateResponse | Failed | None]) -> None:
+    async def run(self, queue: asyncio.Queue[_Message]) -> None:
         """Puts the output's messages on the queue, `finish` last."""
         async with aclosing(self.journey.run()) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Failed):
                     self.ended = True
-                    await queue.put(piece)
+                    queue.put_nowait(piece)
                     return
                 if isinstance(piece, Ended):
-                    text = self._detokenizer.flush().text
-                    self.ended = True
-                    await queue.put(self.finish(piece.reason, text=text))
+                    queue.put_nowait(self.end(piece.reason))
                     return
                 delta = self._detokenizer.push(piece.token_ids)
                 message = self._message(piece, delta.text, delta.num_tokens)
                 if delta.stopped is not None:
                     self.ended = True
-                    end = self.finish(FinishReason.STOP, stop=delta.stopped, by_worker=False)
-                    message.finish.CopyFrom(end.finish)
-                    await queue.put(message)
+                    message.finish.CopyFrom(self._finish(FinishReason.STOP, delta.stopped))
+                    queue.put_nowait(message)
                     return
-                await queue.put(message)
+                queue.put_nowait(message)
+
+    def end(self, reason: FinishReason) -> inference.GenerateResponse:
+        """The last message, with the text that was held back."""
+        self.ended = True
+        rest = self._detokenizer.flush()
+        if rest.stopped is not None:
+            reason = FinishReason.STOP
+        return inference.GenerateResponse(
+            request_id=self._admitted.request_id,
+            index=self._index,
+            first_token_index=self._num_tokens,
+            text=rest.text,
+            finish=self._finish(reason, rest.stopped or ""),
+        )
 
     def _message(self, piece: Tokens, text: str, num_tokens: int) -> inference.GenerateResponse:
         self._num_tokens += num_tokens
@@ -211,57 +214,53 @@ class _Output:
             prompt_logprobs=[entry.to_wire() for entry in piece.prompt_logprobs],
         )
 
-    def finish(
-        self, reason: FinishReason, *, text: str = "", stop: str = "", by_worker: bool = True
-    ) -> inference.GenerateResponse:
-        """The last message of this output."""
+    def _finish(self, reason: FinishReason, stop: str) -> inference.Finish:
         ledger = self.journey.ledger
-        now = ledger.ended_s if ledger.ended_s is not None else time.monotonic()
-        stages = ledger.stages
-        return inference.GenerateResponse(
-            request_id=self._admitted.request_id,
-            index=self._index,
-            first_token_index=self._num_tokens,
-            text=text,
-            finish=inference.Finish(
-                reason=reason.value,
-                usage=inference.Usage(
-                    prompt_tokens=len(self._admitted.prompt_token_ids),
-                    completion_tokens=self._num_tokens,
-                    cached_tokens=ledger.cached_tokens,
-                    recomputed_tokens=ledger.recomputed_tokens,
-                    transferred_tokens=ledger.transferred_tokens,
-                ),
-                timeline=inference.Timeline(
-                    router_wait=ledger.router_wait_s,
-                    prefill_queue=stages.prefill_queue,
-                    prefill_compute=stages.prefill_compute,
-                    handoff_wait=stages.handoff_wait,
-                    handoff_transfer=stages.handoff_transfer,
-                    decode_admission=stages.decode_admission,
-                    decode=ledger.decode_s(now, by_worker),
-                    retry=ledger.retry_s,
-                    total=now - ledger.arrived_s,
-                ),
-                prefill_worker=ledger.prefill_worker,
-                decode_worker=ledger.decode_worker,
-                retries=ledger.retries,
-                stop=stop,
-                connector=ledger.connector,
+        return inference.Finish(
+            reason=reason.value,
+            usage=inference.Usage(
+                prompt_tokens=len(self._admitted.prompt_token_ids),
+                completion_tokens=self._num_tokens,
+                cached_tokens=ledger.cached_tokens,
+                recomputed_tokens=ledger.recomputed_tokens,
+                transferred_tokens=ledger.transferred_tokens,
             ),
+            timeline=inference.Timeline(**asdict(ledger.timeline(time.monotonic()))),
+            prefill_worker=ledger.prefill_worker,
+            decode_worker=ledger.decode_worker,
+            retries=ledger.retries,
+            stop=stop,
+            connector=ledger.connector,
         )
 
 
-def finished_before(admitted: Admitted) -> inference.Finish | None:
-    """The end of a request whose client already has the last token and lost only the last message."""
+def finished_before(admitted: Admitted, tokenizer: Tokenizer) -> inference.GenerateResponse | None:
+    """The last message of a request whose client already has the last token and lost only this."""
     tokens, sampling = admitted.resume_token_ids, admitted.sampling
     if not tokens:
         return None
-    if tokens[-1] in sampling.stop_token_ids and len(tokens) > sampling.min_tokens:
-        reason = FinishReason.STOP
-    elif len(tokens) >= sampling.max_tokens:
-        reason = FinishReason.LENGTH
-    else:
+    detokenizer = _detokenizer(admitted, tokenizer)
+    stopped = tokens[-1] in sampling.stop_token_ids and len(tokens) >= sampling.min_tokens
+    if not stopped and detokenizer.stopped is None and len(tokens) < sampling.max_tokens:
         return None
+    rest = detokenizer.flush()
+    reason = FinishReason.STOP if stopped or rest.stopped is not None else FinishReason.LENGTH
     usage = inference.Usage(prompt_tokens=len(admitted.prompt_token_ids), completion_tokens=len(tokens))
-    return inference.Finish(reason=reason.value, usage=usage)
+    return inference.GenerateResponse(
+        request_id=admitted.request_id,
+        text=rest.text,
+        first_token_index=len(tokens),
+        finish=inference.Finish(reason=reason.value, usage=usage, stop=rest.stopped or ""),
+    )
+
+
+def _detokenizer(admitted: Admitted, tokenizer: Tokenizer) -> Detokenizer:
+    """That of one output, in the state after the tokens that the client has."""
+    return Detokenizer(
+        tokenizer,
+        admitted.prompt_token_ids,
+        admitted.stop,
+        stop_token_ids=admitted.sampling.stop_token_ids,
+        min_tokens=admitted.sampling.min_tokens,
+        delivered_ids=admitted.resume_token_ids,
+    )

@@ -88,17 +88,40 @@ class Ended:
 
 Piece = Tokens | Ended | Failed
 
+RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.02, 1.0
+"""Before the second fruitless retry in a row; four times as much before each further one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Seconds of each stage of one output. They follow one another and add up to the total."""
+
+    router_wait: float
+    prefill_queue: float
+    prefill_compute: float
+    handoff_wait: float
+    handoff_transfer: float
+    decode_admission: float
+    decode: float
+    retry: float
+    total: float
+
 
 @dataclass(slots=True)
 class Ledger:
-    """Where the time and the tokens of one output went. Its stages follow one another and add up to the total.
+    """Where the time and the tokens of one output went.
 
-    `decode_heard_s`: when the last summary came, up to which `stages.decode` counts.
+    Workers tell how long each of their stages took. Between them lie the ways of messages, which only the router's own
+    clock can see: the way to the prefill worker and back counts as prefill queue, the last token's way as decode.
+
+        arrived_s .. attempt_s ....... sent_s ............................ first_s ............................. ended_s
+        |   retry    |   router_wait   | prefill_queue + prefill_compute   | hand-off, decode_admission, decode  |
     """
 
     arrived_s: float
-    router_wait_s: float = 0.0
-    retry_s: float = 0.0
+    attempt_s: float = 0.0
+    sent_s: float | None = None
+    first_s: float | None = None
     stages: StageTimes = field(default_factory=StageTimes)
     cached_tokens: int = 0
     transferred_tokens: int = 0
@@ -107,35 +130,57 @@ class Ledger:
     prefill_worker: str = ""
     decode_worker: str = ""
     connector: str = ""
-    decode_heard_s: float | None = None
     ended_s: float | None = None
 
-    def decode_s(self, now: float, ended_by_worker: bool) -> float:
-        """Time of decoding; where the router ended it (a stop string), the time since the worker's last word counts."""
-        if ended_by_worker or self.decode_heard_s is None:
-            return self.stages.decode
-        return self.stages.decode + now - self.decode_heard_s
+    def begin(self, now: float) -> None:
+        """A new attempt: all before it was in vain."""
+        self.attempt_s, self.sent_s, self.first_s = now, None, None
+        self.stages = StageTimes()
+
+    def timeline(self, now: float) -> Timeline:
+        """The stages until the end, or until now."""
+        end = self.ended_s if self.ended_s is not None else now
+        sent = self.sent_s if self.sent_s is not None else end
+        first = self.first_s if self.first_s is not None else end
+        stages = self.stages
+        handed_over = stages.handoff_wait + stages.handoff_transfer + stages.decode_admission
+        return Timeline(
+            router_wait=sent - self.attempt_s,
+            prefill_queue=max(0.0, first - sent - stages.prefill_compute),
+            prefill_compute=stages.prefill_compute,
+            handoff_wait=stages.handoff_wait,
+            handoff_transfer=stages.handoff_transfer,
+            decode_admission=stages.decode_admission,
+            decode=max(0.0, end - first - handed_over),
+            retry=self.attempt_s - self.arrived_s,
+            total=end - self.arrived_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class JourneySettings:
-    """`max_retries` counts attempts in a row that brought no token. `late`: decode is chosen after the first token."""
+    """`max_retries` counts attempts in a row that brought no token.
 
-    late: bool = False
+    `handoff_timeout_s`: from the first token to the first one of the decode worker.
+    """
+
     max_retries: int = 3
+    handoff_timeout_s: float = 30.0
 
 
 class Legs:
     """The legs of one attempt: open until `close`, which aborts what has not ended and releases what was booked.
 
     Events come in the order of the output: what decode says first waits until prefill's first token, which travels on
-    another stream, is there.
+    another stream, is there. A prefill leg that fails when its token is there and a decode leg is open is passed over:
+    decode has the KV, or will say that it cannot have it.
     """
 
     def __init__(
         self, query: PlacementQuery, placement: Placement, links: Mapping[str, WorkerLink], book: LoadBook
     ) -> None:
         self._query = query
+        self._prefill_id, self._decode_id = query.leg_id(Leg.PREFILL), query.leg_id(Leg.DECODE)
         self._links = links
         self._book = book
         self._events: asyncio.Queue[LegEvent] = asyncio.Queue()
@@ -184,8 +229,14 @@ class Legs:
             self._book.withdraw(self._query, placement)
 
     def _receive(self, event: LegEvent) -> None:
-        if isinstance(event, TokenBatch) and self._early is not None:
-            if event.sequence_id == self._query.leg_id(Leg.DECODE):
+        if isinstance(event, LegFailure):
+            if self._early is None and event.sequence_id == self._prefill_id and self._decode_id in self._open:
+                self.ended(event.sequence_id)
+            else:
+                self._events.put_nowait(event)
+            return
+        if self._early is not None:
+            if event.sequence_id == self._decode_id:
                 self._early.append(event)
                 return
             self._events.put_nowait(event)
@@ -218,6 +269,7 @@ class Journey:
         self._clock = clock
         self._output: list[int] = list(errand.resume_token_ids)
         self._computed_before = 0
+        self._recomputed: dict[str, int] = {}
         self.ledger = Ledger(errand.arrived_s)
 
     async def run(self) -> AsyncGenerator[Piece, None]:
@@ -225,25 +277,30 @@ class Journey:
         avoid: frozenset[str] = frozenset()
         fruitless = 0
         for attempt in range(1_000_000):
-            started_s = self._clock() if attempt else self._errand.arrived_s
+            self.ledger.begin(self._clock() if attempt else self._errand.arrived_s)
             num_before = len(self._output)
+            handoff_until_s: float | None = None
             query = self._query(attempt, avoid)
             placed = await self._dispatcher.place(query, self._errand.deadline_s)
             if not isinstance(placed, Placement):
                 yield self._end(_refusal(placed))
                 return
-            self.ledger.router_wait_s = self._clock() - started_s
+            self.ledger.sent_s = self._clock()
             legs = Legs(query, placed, self._links, self._book)
             try:
                 failure: LegFailure | None = None
                 self._open(legs, query, placed)
                 while failure is None:
-                    event = await legs.next(self._time_left())
-                    if event is None:
+                    event = await legs.next(self._time_left(handoff_until_s))
+                    if event is None and self._time_left() == 0.0:
                         yield self._end(Failed(Trouble.DEADLINE, "the deadline passed while the request was running"))
                         return
-                    if isinstance(event, LegFailure):
-                        failure = event if self._matters(event, query, placed, num_before) else None
+                    if event is None:
+                        limit_s = self._settings.handoff_timeout_s
+                        message = f"{placed.decode} had no token {limit_s:.1f} s after the first"
+                        failure = LegFailure(query.leg_id(Leg.DECODE), FailureKind.WORKER_LOST, message)
+                    elif isinstance(event, LegFailure):
+                        failure = event
                     else:
                         tokens = self._take(event, query)
                         if tokens is not None:
@@ -254,6 +311,7 @@ class Journey:
                             return
                         if event.sequence_id == query.leg_id(Leg.DECODE):
                             # Decode runs, so it has the KV and prefill has its blocks back.
+                            handoff_until_s = None
                             legs.ended(query.leg_id(Leg.PREFILL))
                         elif event.sequence_id == query.leg_id(Leg.PREFILL):
                             self._book.prefilled(event.sequence_id)
@@ -265,6 +323,7 @@ class Journey:
                                 placed = replace(placed, decode=late.decode)
                                 legs.add(late)
                                 self._open_decode(legs, query, placed)
+                            handoff_until_s = self._clock() + self._settings.handoff_timeout_s
             finally:
                 legs.close()
                 self._dispatcher.wake()
@@ -274,10 +333,15 @@ class Journey:
                 yield self._end(verdict)
                 return
             avoid = _to_avoid(failure, query, placed)
-            self._computed_before = query.num_tokens
+            if len(self._output) > num_before:
+                # All but the last token had KV on some worker.
+                self._computed_before = len(self._errand.prompt_token_ids) + len(self._output) - 1
             self.ledger.retries += 1
-            self.ledger.retry_s += self._clock() - started_s
-            self.ledger.stages = StageTimes()
+            if fruitless > 1:
+                # What failed at once may be about to be seen as lost, or to come back.
+                pause_s = min(RETRY_PAUSE_S * 4 ** (fruitless - 2), MAX_RETRY_PAUSE_S)
+                left_s = self._time_left()
+                await asyncio.sleep(pause_s if left_s is None else min(pause_s, left_s))
 
     # --- opening ----------------------------------------------------------------------------------------------------
 
@@ -337,17 +401,19 @@ class Journey:
             source=source,
         )
 
-    def _time_left(self) -> float | None:
-        if self._errand.deadline_s is None:
-            return None
-        return max(0.0, self._errand.deadline_s - self._clock())
+    def _time_left(self, until_s: float | None = None) -> float | None:
+        """Until the deadline, or until a time before it; None if there is neither."""
+        times = [time for time in (self._errand.deadline_s, until_s) if time is not None]
+        return max(0.0, min(times) - self._clock()) if times else None
 
     # --- listening --------------------------------------------------------------------------------------------------
 
     def _take(self, batch: TokenBatch, query: PlacementQuery) -> Tokens | None:
         """What a batch adds to the output: nothing that the client has already."""
+        if self.ledger.first_s is None:
+            self.ledger.first_s = self._clock()
         if batch.summary is not None:
-            self._account(batch.summary, Leg.DECODE if batch.sequence_id == query.leg_id(Leg.DECODE) else Leg.PREFILL)
+            self._account(batch.summary, batch.sequence_id, batch.sequence_id == query.leg_id(Leg.DECODE))
         repeated = len(self._output) - batch.first_index
         if repeated < 0:
             raise AssertionError(
@@ -361,10 +427,11 @@ class Journey:
         self._output.extend(token_ids)
         return Tokens(first_index, token_ids, batch.logprobs[repeated:], prompt_logprobs)
 
-    def _account(self, summary: LegSummary, leg: Leg) -> None:
+    def _account(self, summary: LegSummary, leg_id: str, decodes: bool) -> None:
+        """Takes in a leg's account so far; a later one of the same leg replaces it."""
         ledger, times = self.ledger, summary.times
-        if leg is Leg.DECODE:
-            ledger.decode_heard_s = self._clock()
+        self._recomputed[leg_id] = summary.recomputed_tokens
+        if decodes:
             ledger.transferred_tokens = summary.transferred_tokens
             ledger.connector = summary.connector if summary.transferred_tokens else ledger.connector
             ledger.stages = replace(
@@ -372,25 +439,12 @@ class Journey:
                 handoff_wait=times.handoff_wait,
                 handoff_transfer=times.handoff_transfer,
                 decode_admission=times.decode_admission,
-                decode=times.decode,
             )
-            ledger.recomputed_tokens += summary.recomputed_tokens
-            return
-        ledger.decode_heard_s = self._clock()
-        ledger.cached_tokens = min(summary.cached_tokens, len(self._errand.prompt_token_ids))
-        ledger.stages = replace(
-            ledger.stages,
-            prefill_queue=times.prefill_queue,
-            prefill_compute=times.prefill_compute,
-            decode=times.decode,
-        )
-        ledger.recomputed_tokens += summary.recomputed_tokens + max(0, self._computed_before - summary.cached_tokens)
-        self._computed_before = 0
-
-    def _matters(self, failure: LegFailure, query: PlacementQuery, placed: Placement, num_before: int) -> bool:
-        """A prefill leg that fails after its token is there does not: decode has the KV, or will say that it cannot."""
-        after_first_token = failure.sequence_id == query.leg_id(Leg.PREFILL) and len(self._output) > num_before
-        return not (after_first_token and placed.decode is not None)
+        else:
+            self._recomputed[leg_id] += max(0, self._computed_before - summary.cached_tokens)
+            ledger.cached_tokens = min(summary.cached_tokens, len(self._errand.prompt_token_ids))
+            ledger.stages = replace(ledger.stages, prefill_compute=times.prefill_compute)
+        ledger.recomputed_tokens = sum(self._recomputed.values())
 
     def _end(self, piece: Ended | Failed) -> Ended | Failed:
         self.ledger.ended_s = self._clock()

@@ -53,6 +53,7 @@ class WorkerLink:
         self._outbox: asyncio.Queue[wire.RouterMessage] = asyncio.Queue()
         self._mailboxes: dict[str, Mailbox] = {}
         self._resting = asyncio.Event()
+        self._resting.set()
         self._last_number = 0
         self._connected = False
         self._opened = asyncio.Event()
@@ -92,6 +93,7 @@ class WorkerLink:
             return self._last_number
         self._last_number += 1
         self._mailboxes[request.sequence_id] = mailbox
+        self._resting.clear()
         self._outbox.put_nowait(wire.RouterMessage(submit=request.to_wire(self._last_number)))
         return self._last_number
 
@@ -111,8 +113,6 @@ class WorkerLink:
 
     async def rest(self, timeout_s: float) -> bool:
         """Waits until no leg is on the worker; returns whether that came in time."""
-        self._resting = asyncio.Event()
-        self._note_rest()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._resting.wait()
@@ -127,7 +127,7 @@ class WorkerLink:
     # --- the stream -------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        reason = "the stream ended"
+        reason = "an unexpected error"
         try:
             async with grpc.aio.insecure_channel(self.description.address, options=CHANNEL_OPTIONS) as channel:
                 stream = worker_pb2_grpc.WorkerStub(channel).Connect(self._outgoing())
@@ -136,7 +136,15 @@ class WorkerLink:
             reason = f"{error.code().name}: {error.details()}"
         except TimeoutError:
             reason = f"silent for {self._silence_s:.1f} s"
-        self._end(reason)
+        except asyncio.CancelledError:
+            reason = "closed by the router"
+            raise
+        except Exception:
+            log.exception("the link to %s", self.worker_id)
+            raise
+        finally:
+            # Whatever ended it: legs that nobody hears of would wait for ever.
+            self._end(reason)
 
     async def _outgoing(self) -> AsyncIterator[wire.RouterMessage]:
         yield wire.RouterMessage(hello=wire.RouterHello(router_incarnation=self._router_incarnation))

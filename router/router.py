@@ -92,9 +92,8 @@ class Router:
         def hashes(token_ids: tuple[int, ...]) -> tuple[Hashable, ...]:
             return tuple(prefix_hashes(token_ids, self._block_size, errand.cache_salt, errand.adapter))
 
-        settings = JourneySettings(
-            late=self.config.router.binding == "late", max_retries=self.config.router.max_retries
-        )
+        router = self.config.router
+        settings = JourneySettings(router.max_retries, router.handoff_timeout_s)
         return Journey(errand, self.dispatcher, self.links, self.book, hashes, settings, time.monotonic)
 
     def new_journey_id(self) -> str:

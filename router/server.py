@@ -20,6 +20,7 @@ from baton.router.cluster import ClusterService, Workforce
 from baton.router.config import RouterSettings
 from baton.router.gateway import InferenceService
 from baton.router.router import Router
+from baton.router.status import UnreadableRequests
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class RouterServer:
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         while True:
             server = grpc.aio.server(
+                interceptors=(UnreadableRequests(),),
                 options=(
                     ("grpc.so_reuseport", 0),
                     ("grpc.max_receive_message_length", settings.max_message_mib << 20),
@@ -55,7 +57,7 @@ class RouterServer:
                     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
                     ("grpc.http2.max_ping_strikes", 0),
                     ("grpc.keepalive_permit_without_calls", 1),
-                )
+                ),
             )
             try:
                 port = server.add_insecure_port(f"{host}:{settings.port}")
@@ -79,7 +81,7 @@ class RouterServer:
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Health says NOT_SERVING for good, new requests are refused; returns whether those in progress ended in time."""
+        """Says NOT_SERVING for good and refuses new requests; returns whether those in progress ended in time."""
         await self._health.enter_graceful_shutdown()
         return await self._router.drain(timeout_s)
 

@@ -19,7 +19,7 @@ from baton.proto import cluster_pb2 as cluster
 from baton.proto import cluster_pb2_grpc, inference_pb2_grpc
 from baton.proto.messages import Role
 from baton.proto.settings import SchedulerSettings, TransferSettings, WorkerSettings
-from baton.router.cluster import WorkerState
+from baton.router.cluster import WorkerState, WorkforceError
 from baton.router.config import ClusterConfig, RouterSettings, defaults
 from baton.router.link import WorkerLink
 from baton.router.router import Router
@@ -125,7 +125,9 @@ class SmallCluster:
         return 0 if await seat.link.rest(timeout_s) else seat.link.num_legs
 
     async def scale(self, pool: str, size: int) -> None:
-        raise KeyError(pool)
+        if pool not in {seat.pool for seat in self.seats.values()}:
+            raise KeyError(pool)
+        raise WorkforceError(f"no machine had room for {size} workers")
 
     # --- what tests ask
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
+import importlib.metadata
 import os
 import re
 import shutil
@@ -121,6 +123,22 @@ def test_the_locks_satisfy_what_pyproject_asks_for() -> None:
     assert unmet == []
 
 
+def test_every_package_that_the_code_imports_is_a_declared_dependency() -> None:
+    extras = PROJECT["optional-dependencies"]
+    texts = [*PROJECT["dependencies"], *extras["demo"], *extras["nixl"]]
+    declared = {canonicalize_name(Requirement(text).name) for text in texts}
+    owners = importlib.metadata.packages_distributions()
+    undeclared = {
+        f"{path.relative_to(ROOT)} imports {package}"
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*.py")
+        for package in _imported_packages(path)
+        if package not in sys.stdlib_module_names and package != "baton"
+        if not declared.intersection(map(canonicalize_name, owners.get(package, [])))
+    }
+    assert undeclared == set()
+
+
 def test_torch_is_pinned_without_saying_which_build() -> None:
     assert "torch==2.13.0" in _pins(LOCK)
 
@@ -161,6 +179,13 @@ def _package_files(wheel: Path) -> set[str]:
 
 def _pins(lock: Path) -> list[str]:
     return [line for line in lock.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+
+
+def _imported_packages(path: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.split(".")[0] for name in names}
 
 
 def _locked() -> list[list[str]]:

@@ -70,7 +70,7 @@ def cluster(paper_dir, **fields) -> SmallCluster:
 
 
 async def cancel_when(small: SmallCluster, condition, how: str, prompt=PROMPT, max_tokens: int = 200) -> None:
-    """Starts a request, waits for the moment, ends it in the given way, and finds everything at rest within a second."""
+    """Starts a request, ends it at the moment in the given way, and finds everything at rest within a second."""
     message = request(prompt, max_tokens, request_id="victim")
     timeout = 60.0
     call = small.inference.Generate(message, timeout=timeout)

@@ -1,4 +1,4 @@
-"""What a gRPC client sees that was not written by us: health, reflection, deadlines, status codes with their details."""
+"""What any gRPC client may rely on: health, reflection, deadlines, status codes and their details."""
 
 from __future__ import annotations
 
@@ -62,14 +62,15 @@ class Refused:
         return [violation.field for violation in self.details["BadRequest"].field_violations]
 
 
+async def to_the_end(stream) -> None:
+    async for _ in stream:
+        pass
+
+
 async def refused(call) -> Refused:
-    """The error of a call, unary or streaming; its details say the same as its status."""
+    """The error of a call, unary or streaming."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        if isinstance(call, grpc.aio.UnaryStreamCall):
-            async for _ in call:
-                pass
-        else:
-            await call
+        await (to_the_end(call) if isinstance(call, grpc.aio.UnaryStreamCall) else call)
     result = Refused(caught.value.code(), caught.value.details() or "")
     status = rpc_status.from_call(caught.value)  # raises if code or message differ from the call's own
     if status is not None:
@@ -133,7 +134,8 @@ async def test_a_client_that_knows_only_reflection_generates(paper_dir):
         with grpc.insecure_channel(address) as channel:
             database = ProtoReflectionDescriptorDatabase(channel)
             assert {"baton.v1.Inference", "baton.v1.Cluster", "grpc.health.v1.Health"} <= set(database.get_services())
-            method = descriptor_pool.DescriptorPool(database).FindMethodByName("baton.v1.Inference.Generate")
+            service = descriptor_pool.DescriptorPool(database).FindServiceByName("baton.v1.Inference")
+            method = service.methods_by_name["Generate"]
             assert method.server_streaming
             ask = message_factory.GetMessageClass(method.input_type)
             assert ask is not inference.GenerateRequest
@@ -304,17 +306,19 @@ class TestStatusCodes:
 
 
 class TestBytes:
-    @pytest.mark.parametrize("garbage", [b"\xff" * 100, b"\x0a\x7f", b"\x0a\x02\xc3\x28"])
+    @pytest.mark.parametrize(
+        "garbage",
+        [b"\xff" * 100, b"\x0a\x7f", b"\x0a\x02\xc3\x28"],
+        ids=["no tag", "a string that is cut off", "a string that is no UTF-8"],
+    )
     async def test_those_that_are_no_message_end_the_call_and_not_the_server(self, paper_dir, garbage):
         async with at_rest_in_the_end(paper_dir, slow) as small:
             other = asyncio.create_task(answer(small.inference, request(PROMPT, 20)))
             await until(lambda: small.router.num_running)
-            for method in ("Generate", "GetModel", "Abort"):
-                call = small.channel.unary_stream(f"/baton.v1.Inference/{method}")
-                if method == "GetModel" and garbage != b"\xff" * 100:
-                    continue  # a message without fields may carry unknown ones
-                result = await refused(call(garbage, timeout=5))
+            for method in ("Inference/Generate", "Inference/Abort", "Cluster/Drain"):
+                result = await refused(small.channel.unary_stream(f"/baton.v1.{method}")(garbage, timeout=5))
                 assert result.code is grpc.StatusCode.INTERNAL
+                assert "parsing" in result.message
             assert (await other).tokens == paper_output(PROMPT, 20)
 
     async def test_a_message_over_the_limit_is_refused_before_it_is_read(self, paper_dir):
@@ -404,6 +408,12 @@ class TestCluster:
             result = await refused(small.cluster.Scale(cluster.ScaleRequest(pool="decode", size=size)))
             assert result.code is grpc.StatusCode.INVALID_ARGUMENT
             assert result.fields == ["size"]
+
+    async def test_a_size_for_which_there_is_no_room_is_told(self, paper_dir):
+        async with at_rest_in_the_end(paper_dir) as small:
+            result = await refused(small.cluster.Scale(cluster.ScaleRequest(pool="decode", size=9)))
+            assert result.code is grpc.StatusCode.FAILED_PRECONDITION
+            assert "no machine had room" in result.message
 
     async def test_scaling_an_unknown_pool_finds_none(self, paper_dir):
         async with at_rest_in_the_end(paper_dir) as small:
