@@ -27,7 +27,7 @@ from baton.proto.messages import Role
 from baton.proto.settings import EngineSettings, SchedulerSettings
 from baton.router.__main__ import FACTORIES
 from baton.router.config import ClusterConfig, defaults
-from baton.router.fleet import start_local_ray, start_router, stop_local_ray
+from baton.router.fleet import close_ray, open_ray, start_router
 
 READY_TIMEOUT_S = 300.0
 REST_TIMEOUT_S = 60.0
@@ -73,11 +73,11 @@ def shape(
 @contextmanager
 def local_ray() -> Iterator[None]:
     """One Ray, which any number of clusters may share one after the other."""
-    start_local_ray(RAY_CPUS)
+    open_ray(RAY_CPUS)
     try:
         yield
     finally:
-        stop_local_ray()
+        close_ray()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 import psutil
 
@@ -24,7 +25,7 @@ from baton.engine.checkpoint import CheckpointError, resolve_model
 from baton.proto.messages import Role
 from baton.proto.settings import WorkerSettings
 from baton.router.config import ClusterConfig
-from baton.router.fleet import FleetError, Worker, WorkerFactory, start_local_ray, start_router, stop_local_ray
+from baton.router.fleet import FleetError, Worker, WorkerFactory, close_ray, open_ray, start_router
 
 # The launcher and the router hold these two functions and never call them. Their imports stand inside, so that torch,
 # 1.5 s and 200 MiB for each process, is loaded by workers alone.
@@ -67,27 +68,46 @@ def serve(config: ClusterConfig) -> int:
         _complain(error)
         return 1
     # From here on there are processes to end in order. Before, a signal may end a download or a conversion at once.
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    stop = _stop_on_signals()
     config = sharing_cores(config)
     print(f"starting {_described(config)}", flush=True)
-    start_local_ray(sum(pool.num_cpus * pool.size for pool in config.pools))
+    resources = {pool.resource: float(pool.size) for pool in config.pools if pool.resource}
+    own = open_ray(sum(pool.num_cpus * pool.size for pool in config.pools), resources)
+    # Ray has set handlers of its own meanwhile.
+    stop = _stop_on_signals(stop)
+    router = start_router(config, model_dir, FACTORIES)
+    drained = None
     try:
-        router = start_router(config, model_dir, FACTORIES)
         address = router.ready(config.router.worker_start_timeout_s, stop)
         if address is None:
             return 130
         print(f"ready  grpc {address}  {time.monotonic() - began_s:.1f} s after start", flush=True)
         stop.wait()
         print("draining", flush=True)
-        return 0 if router.stop(config.router.drain_timeout_s) else 1
+        drained = router.stop(config.router.drain_timeout_s)
+        return 0 if drained else 1
     except FleetError as error:
         _complain(error)
         return 1
     finally:
-        # Ends router and workers too, in whatever state they are: who has not come to serving has nothing to drain.
-        stop_local_ray()
+        # A Ray of our own ends router and workers too, in whatever state: who does not serve has nothing to drain.
+        if drained is None and not own:
+            router.stop(0.0)
+        close_ray()
+
+
+def _stop_on_signals(stop: threading.Event | None = None) -> threading.Event:
+    """An event that SIGINT and SIGTERM set; a second one ends the process without more waiting."""
+    stop = stop or threading.Event()
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise SystemExit(128 + number)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, ask)
+    return stop
 
 
 def check(config: ClusterConfig) -> Path:

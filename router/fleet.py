@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 NAMESPACE = "baton"
 ROUTER_NAME = "baton-router"
 SILENCE_S = 3.0
+ROOM_TO_GROW = 64
 HUNG_AFTER_S = 2.0
 RESTART_PAUSE_S = 0.1
 
@@ -214,6 +215,7 @@ class Fleet:
         self._router = router
         self._factories = factories
         self._posts: dict[str, Post] = {}
+        self._scaling = asyncio.Lock()
 
     async def open(self) -> None:
         """Fills every pool; returns when each worker serves. Raises FleetError with the first worker's failure."""
@@ -251,18 +253,28 @@ class Fleet:
         return moved
 
     async def scale(self, pool: str, size: int) -> None:
-        """Brings a pool to a size: new workers serve, or surplus ones are drained and gone, when this returns."""
+        """Brings a pool to a size: new workers serve, or surplus ones are drained and gone, when this returns.
+
+        Raises KeyError for an unknown pool, FleetError if a new worker cannot start; it is then taken back.
+        """
         config = next((config for config in self._config.pools if config.name == pool), None)
         if config is None:
             raise KeyError(pool)
-        posts = [post for post in self._posts.values() if post.pool == pool]
-        if size > len(posts):
-            first = 1 + max((int(post.worker_id.rpartition("-")[2]) for post in posts), default=-1)
-            await self._add(config, first, size - len(posts))
-            await asyncio.gather(*(post.settled.wait() for post in self._posts.values() if post.pool == pool))
-        for post in posts[size:]:
-            await self.drain(post.worker_id, self._config.router.drain_timeout_s)
-            await self._remove(post)
+        async with self._scaling:
+            posts = [post for post in self._posts.values() if post.pool == pool]
+            if size > len(posts):
+                first = 1 + max((int(post.worker_id.rpartition("-")[2]) for post in posts), default=-1)
+                await self._add(config, first, size - len(posts))
+                added = [post for post in self._posts.values() if post.pool == pool and post not in posts]
+                await asyncio.gather(*(post.settled.wait() for post in added))
+                failed = [post for post in added if post.failure]
+                for post in failed:
+                    await self._remove(post)
+                if failed:
+                    raise FleetError(failed[0].failure)
+            for post in posts[size:]:
+                await self.drain(post.worker_id, self._config.router.drain_timeout_s)
+                await self._remove(post)
 
     # --- processes --------------------------------------------------------------------------------------------------
 
@@ -426,25 +438,33 @@ class RouterHandle:
         return drained
 
 
-def start_local_ray(num_cpus: float) -> None:
-    """Brings up a Ray of our own on this machine. Its processes end with this one.
+def open_ray(num_cpus: float = 0.0, resources: Mapping[str, float] | None = None) -> bool:
+    """Joins the Ray that RAY_ADDRESS names, or brings up one of our own, whose processes end with this one.
 
-    `num_cpus` is what the pools ask for: a count for Ray's books, not a bound on the cores in use.
+    `num_cpus` and `resources` are what the pools ask for: counts for Ray's books, not bounds on the cores in use. A Ray
+    of our own offers more of both, so that pools can grow. Returns whether it is our own.
     """
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        return False
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray would start an idle process for each CPU that we claim to have.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     with _fewer_processes():
         ray.init(
             address="local",
             namespace=NAMESPACE,
-            num_cpus=max(1, int(num_cpus + 0.999)) + 1,
+            num_cpus=int(num_cpus) + ROOM_TO_GROW,
+            resources={name: amount + ROOM_TO_GROW for name, amount in (resources or {}).items()},
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
             object_store_memory=128 << 20,
         )
+    return True
 
 
 @contextmanager
@@ -465,7 +485,8 @@ def _fewer_processes() -> Iterator[None]:
         module.RayParams = made
 
 
-def stop_local_ray() -> None:
+def close_ray() -> None:
+    """Leaves Ray; ends it, and all that runs in it, if it was our own."""
     ray.shutdown()
 
 

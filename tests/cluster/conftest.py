@@ -17,7 +17,7 @@ from baton.proto import cluster_pb2 as cluster
 from baton.proto import cluster_pb2_grpc, inference_pb2_grpc
 from baton.router.__main__ import FACTORIES
 from baton.router.config import ClusterConfig
-from baton.router.fleet import RouterHandle, start_local_ray, start_router, stop_local_ray
+from baton.router.fleet import RouterHandle, close_ray, open_ray, start_router
 
 _numbers = itertools.count(1)
 
@@ -51,9 +51,9 @@ def real_cluster(config: ClusterConfig, model_dir: Path) -> Iterator[RealCluster
 
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
-    start_local_ray(64)
+    open_ray(64)
     yield
-    stop_local_ray()
+    close_ray()
 
 
 @pytest.fixture(scope="session")

@@ -81,8 +81,6 @@ async def test_a_second_leg_of_the_same_name_is_refused_and_the_first_keeps_its_
         seat = small.seats["colocated-0"]
         tokens, refusals = [], []
         seat.link.submit(leg("x", Leg.WHOLE), tokens.append)
-        other = SmallCluster.add  # a second router: another stream to the same worker
-        assert other
         async with grpc.aio.insecure_channel(seat.description.address) as channel:
             stream = worker_pb2_grpc.WorkerStub(channel).Connect()
             await stream.write(wire.RouterMessage(hello=wire.RouterHello(router_incarnation="other")))
@@ -177,6 +175,7 @@ async def test_prompt_logprobs_of_a_sequence_that_is_preempted_in_its_prompt_com
         seat = small.seats["colocated-0"]
         growing = leg("a", Leg.WHOLE, range(15), sampling=replace(SAMPLING, max_tokens=60))
         first = asyncio.create_task(run(seat, growing))
+        await asyncio.sleep(0)
         scored = leg("b", Leg.WHOLE, range(120), sampling=replace(SAMPLING, max_tokens=2, prompt_logprobs=0))
         events = await run(seat, scored)
         await first
