@@ -15,9 +15,8 @@ Failed = Callable[[BaseException], None]
 
 @contextmanager
 def vital(failed: Failed) -> Iterator[None]:
-    """An exception inside is a bug: `failed` hears of it, then it goes on its way. Cancellation is none."""
+    """An exception inside is a bug: `failed` hears of it, and what is inside ends there. Cancellation is none."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - handed over whole: nothing goes on as if it had not been
         failed(error)
-        raise

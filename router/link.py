@@ -141,7 +141,6 @@ class WorkerLink:
             raise
         except Exception:
             log.exception("the link to %s", self.worker_id)
-            raise
         finally:
             # Whatever ended it: legs that nobody hears of would wait for ever.
             self._end(reason)

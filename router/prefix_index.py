@@ -21,17 +21,25 @@ DEFAULT_BLOCKS_PER_WORKER = 65_536
 
 
 class PrefixIndex:
+    """`blocks_per_worker` bounds what is remembered of a worker whose pool's size was not told by `expect`."""
+
     def __init__(self, blocks_per_worker: int = DEFAULT_BLOCKS_PER_WORKER) -> None:
         self._blocks_per_worker = blocks_per_worker
+        self._num_blocks: dict[str, int] = {}
         self._held: dict[str, OrderedDict[Hashable, None]] = {}
+
+    def expect(self, worker_id: str, num_blocks: int) -> None:
+        """The worker's pool has this many blocks: it cannot have cached more."""
+        self._num_blocks[worker_id] = min(num_blocks, self._blocks_per_worker)
 
     def record(self, worker_id: str, hashes: Sequence[Hashable]) -> None:
         """The worker is about to have these blocks, the chain from its first block on."""
         held = self._held.setdefault(worker_id, OrderedDict())
-        for block_hash in reversed(hashes[: self._blocks_per_worker]):
+        most = self._num_blocks.get(worker_id, self._blocks_per_worker)
+        for block_hash in reversed(hashes[:most]):
             held[block_hash] = None
             held.move_to_end(block_hash)
-        while len(held) > self._blocks_per_worker:
+        while len(held) > most:
             held.popitem(last=False)
 
     def match(self, worker_id: str, hashes: Sequence[Hashable]) -> int:
@@ -55,6 +63,7 @@ class PrefixIndex:
     def drop(self, worker_id: str) -> None:
         """The worker is gone, and its cache with it."""
         self._held.pop(worker_id, None)
+        self._num_blocks.pop(worker_id, None)
 
     def size(self, worker_id: str) -> int:
         return len(self._held.get(worker_id, ()))

@@ -60,6 +60,7 @@ class Router:
         """A worker is there: placement may use it."""
         self.links[link.worker_id] = link
         self.book.add_worker(link.description)
+        self.index.expect(link.worker_id, link.description.num_blocks)
         self.dispatcher.wake()
 
     def disconnect(self, link: WorkerLink) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import socket
 from collections.abc import Callable
@@ -62,7 +63,7 @@ def disturbed(launch, tiny_model_dir):
     router = RouterSettings(port=free_port(), max_retries=8)
     transfer = TransferSettings(checksums="always")
     with launch(ClusterConfig(str(model_dir), pools, router, transfer), model_dir) as cluster:
-        yield cluster, asyncio.run(all_streams(cluster.address, Random(0), []))
+        yield cluster, asyncio.run(all_streams(cluster.address, []))
 
 
 def prompt_of(index: int) -> list[int]:
@@ -70,13 +71,14 @@ def prompt_of(index: int) -> list[int]:
     return [random.randrange(256) for _ in range(40 + 25 * index)]
 
 
-async def one_stream(client: AsyncClient, stream: Stream) -> None:
+async def one_stream(client: AsyncClient, stream: Stream, salt: str) -> None:
     generation = client.generate(
         token_ids=prompt_of(stream.index),
         max_tokens=NUM_TOKENS,
         temperature=0.0 if stream.index % 2 else 0.8,
         seed=stream.index,
         ignore_eos=True,
+        cache_salt=salt,
         timeout_s=120,
     )
     async for output in generation:
@@ -87,18 +89,19 @@ async def one_stream(client: AsyncClient, stream: Stream) -> None:
     stream.retries, stream.resumes = result.finish.retries, result.num_resumes
 
 
-async def all_streams(address: str, random: Random, streams: list[Stream]) -> list[list[int]]:
-    """Ten streams at once; `streams` is filled while they run."""
+async def all_streams(address: str, streams: list[Stream]) -> list[list[int]]:
+    """Ten streams at once; `streams` is filled while they run. No prompt is in a prefix cache from an earlier round."""
+    salt = secrets.token_hex(4)
     streams += [Stream(index) for index in range(NUM_STREAMS)]
     async with AsyncClient(address) as client:
-        await asyncio.gather(*(one_stream(client, stream) for stream in streams))
+        await asyncio.gather(*(one_stream(client, stream, salt) for stream in streams))
     return [stream.tokens for stream in streams]
 
 
 async def disturb(cluster, undisturbed, moment: Callable[[list[Stream]], object], victim: Callable[[], int]) -> None:
     """Runs the streams, kills a process at the moment, and checks all that a kill must not change."""
     streams: list[Stream] = []
-    running = asyncio.create_task(all_streams(cluster.address, Random(1), streams))
+    running = asyncio.create_task(all_streams(cluster.address, streams))
     await until(lambda: running.done() or moment(streams), timeout_s=60, what="the moment to kill")
     assert not running.done(), "the streams were over before the moment came"
     pid = await asyncio.to_thread(victim)
@@ -144,7 +147,7 @@ def some_have(num_tokens: int) -> Callable[[list[Stream]], bool]:
 class TestKilled:
     def test_a_prefill_worker_in_the_middle_of_prompts(self, disturbed, round_number):
         cluster, undisturbed = disturbed
-        delay = Delay(0.03 + 0.02 * round_number)
+        delay = Delay(0.03 + 0.01 * round_number)
         asyncio.run(
             disturb(
                 cluster,
@@ -174,10 +177,12 @@ class TestKilled:
         def receiving(streams: list[Stream]) -> bool:
             if not started(streams):
                 return False
-            busy = [w for w in cluster.workers() if w.role == "decode" and w.load.receiving]
-            if busy:
-                worker.append(busy[0].pid if role == "decode" else pid_of(cluster, "prefill", round_number % 2))
-            return bool(busy)
+            workers = cluster.workers()
+            receiving = any(w.load.receiving for w in workers)
+            side = [w for w in workers if w.role == role and (w.load.receiving or w.load.running or w.load.exported)]
+            if receiving and side:
+                worker.append(side[round_number % len(side)].pid)
+            return bool(worker)
 
         asyncio.run(disturb(cluster, undisturbed, receiving, lambda: worker[0]))
 

@@ -171,7 +171,9 @@ class ScoringRunner(PaperRunner):
 
 async def test_prompt_logprobs_of_a_sequence_that_is_preempted_in_its_prompt_come_once_each(paper_dir):
     scheduler = SchedulerSettings(max_num_batched_tokens=4)
-    async with colocated(paper_dir, make_runner=lambda: ScoringRunner(num_blocks=11), scheduler=scheduler) as small:
+    async with colocated(
+        paper_dir, make_runner=lambda: ScoringRunner(num_blocks=11, step_s=0.005), scheduler=scheduler
+    ) as small:
         seat = small.seats["colocated-0"]
         growing = leg("a", Leg.WHOLE, range(15), sampling=replace(SAMPLING, max_tokens=60))
         first = asyncio.create_task(run(seat, growing))

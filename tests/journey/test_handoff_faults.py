@@ -315,3 +315,20 @@ async def test_a_link_that_its_own_bug_ends_fails_the_worker_and_its_hand_offs(p
         await asyncio.gather(waiting, return_exceptions=True)
         small.failures.clear()
         await small.at_rest()
+
+
+async def test_a_client_that_lost_only_the_last_message_gets_the_text_that_was_held_back(paper_dir):
+    async with cluster(paper_dir) as small:
+        prompt = PROMPT[:40]
+        plain = await answer(small.inference, request(prompt, 12))
+        # The last character could begin this stop string, so it waits for the end of the output.
+        message = request(prompt, 12, sampling_stop=[plain.text[-1] + "never"])
+        parts = [part async for part in small.inference.Generate(message, timeout=30)]
+        text = "".join(part.text for part in parts[:-1])
+        assert text != plain.text
+        assert parts[-1].HasField("finish")
+        message.resume_token_ids[:] = plain.tokens
+        rest = await answer(small.inference, message)
+        assert text + rest.text == plain.text
+        assert rest.finish.usage.completion_tokens == 12
+        assert rest.finish.reason == parts[-1].finish.reason

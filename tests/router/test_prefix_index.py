@@ -74,3 +74,14 @@ def test_bisection_finds_what_looking_at_every_block_finds(
         while leading < len(hashes) and index.match("p0", hashes[: leading + 1]) == leading + 1:
             leading += 1
         assert index.match("p0", hashes) == leading
+
+
+def test_a_worker_is_not_believed_to_have_cached_more_than_its_pool_holds():
+    index = PrefixIndex()
+    index.expect("w", 3)
+    index.record("w", ["a", "b", "c", "d", "e"])
+    assert index.match("w", ["a", "b", "c", "d", "e"]) == 3
+    assert index.size("w") == 3
+    index.drop("w")
+    index.record("w", ["a", "b", "c", "d", "e"])
+    assert index.size("w") == 5
