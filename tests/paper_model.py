@@ -2,7 +2,7 @@
 
 Each step writes its tokens and their positions into the KV pool. To sample, it reads the whole context back out of the
 pool, compares it with what the sequence should hold, and hashes what it read: a block that is missing, stale, mixed up
-or overwritten shows as a wrong token and is listed in `errors`. A real pool, real blocks, real transfers; no arithmetic.
+or overwritten shows as a wrong token and is listed in `errors`. A real pool, real blocks, no arithmetic.
 """
 
 from __future__ import annotations
