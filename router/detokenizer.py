@@ -116,8 +116,12 @@ class _TokenText:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._window = [token_id for token_id in prompt_ids[-_CONTEXT_TOKENS:] if tokenizer.has_text(token_id)]
-        text = tokenizer.decode(self._window)
+        # A window that starts within a character spoils the bytes after it too, so it may have to start earlier.
+        for num_tokens in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _MAX_WINDOW_TOKENS):
+            self._window = [token_id for token_id in prompt_ids[-num_tokens:] if tokenizer.has_text(token_id)]
+            text = tokenizer.decode(self._window)
+            if _REPLACEMENT not in text or num_tokens >= len(prompt_ids):
+                break
         if text.endswith(_REPLACEMENT):
             # The prompt ends within a character. The output's bytes are read on their own, not as the rest of it.
             self._window, text = [], ""

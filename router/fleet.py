@@ -165,8 +165,8 @@ def _log_to_stderr() -> None:
 
 
 def _end_process(error: BaseException) -> None:
-    """A worker whose step loop has failed must not go on: Ray starts a new one."""
-    log.critical("the step loop has failed", exc_info=error)
+    """A worker of which a vital part has failed must not go on: Ray starts a new one."""
+    log.critical("a vital part of the worker has failed", exc_info=error)
     logging.shutdown()
     os._exit(70)
 

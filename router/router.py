@@ -125,9 +125,9 @@ class Router:
         return True
 
     async def prove_ready(self) -> None:
-        """Sends one small request of its own through every pair of workers that a placement could choose.
+        """Sends small requests of its own, as many as the largest pool has workers, one after the other.
 
-        Ready means that a transfer has worked. Raises RuntimeError with the reason if one does not.
+        Ready means that transfers have worked. Raises RuntimeError with the reason if one does not.
         """
         token_ids = tuple(self.tokenizer.encode("ready")) or (0,)
         for _ in range(self._num_proofs()):

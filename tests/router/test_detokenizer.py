@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -152,6 +152,7 @@ def test_no_delta_shows_half_a_character_or_part_of_a_stop_string(
 
 @settings(max_examples=200, deadline=None)
 @given(text=TEXTS, prompt=TEXTS, stops=STOPS)
+@example(text=" world", prompt="好hello", stops=[])
 def test_byte_fallback_output_follows_its_prompt_as_in_one_text(
     byte_fallback: Tokenizer, text: str, prompt: str, stops: list[str]
 ) -> None:
