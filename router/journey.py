@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from baton.proto.messages import (
@@ -26,12 +26,13 @@ from baton.proto.messages import (
     LegSummary,
     Request,
     Sampling,
-    StageTimes,
     TokenBatch,
     TokenLogprob,
 )
 from baton.router.dispatch import DeadlinePassed, Dispatcher, NoWorker, QueueFull
-from baton.router.link import LegEvent, WorkerLink
+from baton.router.ledger import Ledger
+from baton.router.legs import Legs
+from baton.router.link import WorkerLink
 from baton.router.load import LoadBook
 from baton.router.placement import Placement, PlacementQuery
 
@@ -93,71 +94,6 @@ RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.02, 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
-    """Seconds of each stage of one output. They follow one another and add up to the total."""
-
-    router_wait: float
-    prefill_queue: float
-    prefill_compute: float
-    handoff_wait: float
-    handoff_transfer: float
-    decode_admission: float
-    decode: float
-    retry: float
-    total: float
-
-
-@dataclass(slots=True)
-class Ledger:
-    """Where the time and the tokens of one output went.
-
-    Workers tell how long each of their stages took. Between them lie the ways of messages, which only the router's own
-    clock can see: the way to the prefill worker and back counts as prefill queue, the last token's way as decode.
-
-        arrived_s .. attempt_s ....... sent_s ............................ first_s ............................. ended_s
-        |   retry    |   router_wait   | prefill_queue + prefill_compute   | hand-off, decode_admission, decode  |
-    """
-
-    arrived_s: float
-    attempt_s: float = 0.0
-    sent_s: float | None = None
-    first_s: float | None = None
-    stages: StageTimes = field(default_factory=StageTimes)
-    cached_tokens: int = 0
-    transferred_tokens: int = 0
-    recomputed_tokens: int = 0
-    retries: int = 0
-    prefill_worker: str = ""
-    decode_worker: str = ""
-    connector: str = ""
-    ended_s: float | None = None
-
-    def begin(self, now: float) -> None:
-        """A new attempt: all before it was in vain."""
-        self.attempt_s, self.sent_s, self.first_s = now, None, None
-        self.stages = StageTimes()
-
-    def timeline(self, now: float) -> Timeline:
-        """The stages until the end, or until now."""
-        end = self.ended_s if self.ended_s is not None else now
-        sent = self.sent_s if self.sent_s is not None else end
-        first = self.first_s if self.first_s is not None else end
-        stages = self.stages
-        handed_over = stages.handoff_wait + stages.handoff_transfer + stages.decode_admission
-        return Timeline(
-            router_wait=sent - self.attempt_s,
-            prefill_queue=max(0.0, first - sent - stages.prefill_compute),
-            prefill_compute=stages.prefill_compute,
-            handoff_wait=stages.handoff_wait,
-            handoff_transfer=stages.handoff_transfer,
-            decode_admission=stages.decode_admission,
-            decode=max(0.0, end - first - handed_over),
-            retry=self.attempt_s - self.arrived_s,
-            total=end - self.arrived_s,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class JourneySettings:
     """`max_retries` counts attempts in a row that brought no token.
 
@@ -166,85 +102,6 @@ class JourneySettings:
 
     max_retries: int = 3
     handoff_timeout_s: float = 30.0
-
-
-class Legs:
-    """The legs of one attempt: open until `close`, which aborts what has not ended and releases what was booked.
-
-    Events come in the order of the output: what decode says first waits until prefill's first token, which travels on
-    another stream, is there. A prefill leg that fails when its token is there and a decode leg is open is passed over:
-    decode has the KV, or will say that it cannot have it.
-    """
-
-    def __init__(
-        self, query: PlacementQuery, placement: Placement, links: Mapping[str, WorkerLink], book: LoadBook
-    ) -> None:
-        self._query = query
-        self._prefill_id, self._decode_id = query.leg_id(Leg.PREFILL), query.leg_id(Leg.DECODE)
-        self._links = links
-        self._book = book
-        self._events: asyncio.Queue[LegEvent] = asyncio.Queue()
-        self._early: list[TokenBatch] | None = []
-        self._open: dict[str, WorkerLink] = {}
-        self._booked: list[Placement] = [placement]
-
-    def add(self, placement: Placement) -> None:
-        """A further placement of the same attempt: it is released with the rest."""
-        self._booked.append(placement)
-
-    def open(self, worker_id: str, request: Request) -> None:
-        """Sends a leg. A worker that is gone by now answers with a failure, as one that goes later would."""
-        link = self._links.get(worker_id)
-        if link is None:
-            self.lose(request.sequence_id, worker_id)
-            return
-        self._open[request.sequence_id] = link
-        self._book.sent(request.sequence_id, link.submit(request, self._receive))
-
-    def lose(self, sequence_id: str, worker_id: str) -> None:
-        """Has the leg fail because its worker is gone."""
-        self._receive(LegFailure(sequence_id, FailureKind.WORKER_LOST, f"{worker_id} is gone"))
-
-    async def next(self, timeout_s: float | None) -> LegEvent | None:
-        """The next event of any leg; None when the time is over."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._events.get()
-        except TimeoutError:
-            return None
-
-    def ended(self, sequence_id: str) -> None:
-        """The leg has ended by itself: its load is released now, not at the end of the attempt."""
-        link = self._open.pop(sequence_id, None)
-        if link is not None:
-            link.forget(sequence_id)
-            self._book.ended(sequence_id)
-
-    def close(self) -> None:
-        for sequence_id, link in self._open.items():
-            link.abort(sequence_id)
-            self._book.ended(sequence_id)
-        self._open.clear()
-        for placement in self._booked:
-            self._book.withdraw(self._query, placement)
-
-    def _receive(self, event: LegEvent) -> None:
-        if isinstance(event, LegFailure):
-            if self._early is None and event.sequence_id == self._prefill_id and self._decode_id in self._open:
-                self.ended(event.sequence_id)
-            else:
-                self._events.put_nowait(event)
-            return
-        if self._early is not None:
-            if event.sequence_id == self._decode_id:
-                self._early.append(event)
-                return
-            self._events.put_nowait(event)
-            for batch in self._early:
-                self._events.put_nowait(batch)
-            self._early = None
-            return
-        self._events.put_nowait(event)
 
 
 class Journey:

@@ -22,7 +22,8 @@ from baton.proto.messages import (
     TokenBatch,
     WorkerDescription,
 )
-from baton.router.journey import Ended, Errand, Failed, Journey, JourneySettings, Ledger, Tokens, Trouble
+from baton.router.journey import Ended, Errand, Failed, Journey, JourneySettings, Tokens, Trouble
+from baton.router.ledger import Ledger
 from baton.router.load import LoadBook
 from baton.router.placement import Placement
 
