@@ -41,7 +41,7 @@ proto: venv ## Regenerate the protocol code in proto/ from its .proto files.
 	$(PROTOC) --python_out=src --pyi_out=src --grpc_python_out=src $(PROTOS:%=baton/proto/%.proto)
 
 bench: venv ## Send a chat workload to a running server (start one with make serve) and print latencies.
-	$(BIN)/baton bench $(or $(ARGS),--workload chat --rate 2 --num-requests 200)
+	$(BIN)/baton bench $(or $(ARGS),--workload chat --scale-lengths 0.1 --rate 2 --num-requests 200)
 
 venv: $(STAMP) ## Create or update .venv from the lock files; nothing to do when it is current.
 

@@ -61,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="baton", description="Serve large language models with prefill and decode on separate workers."
+        prog="baton",
+        allow_abbrev=False,
+        description="Serve large language models with prefill and decode on separate workers.",
     )
     parser.add_argument("--version", action="version", version=f"baton {baton.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -77,7 +79,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_serve(commands: Any) -> None:
-    parser = commands.add_parser("serve", help="start workers and a router on this machine, until Ctrl-C")
+    parser = commands.add_parser(
+        "serve", allow_abbrev=False, help="start workers and a router on this machine, until Ctrl-C"
+    )
     parser.add_argument("config", nargs="?", type=Path, help="a cluster file; without one, one worker of each kind")
     parser.add_argument("--model", help="a directory, a Hugging Face id, or demo")
     parser.add_argument("--prefill", type=_count, metavar="N", help="number of prefill workers")
@@ -88,7 +92,7 @@ def _add_serve(commands: Any) -> None:
 
 
 def _add_generate(commands: Any) -> None:
-    parser = commands.add_parser("generate", help="continue a text, then show where the time went")
+    parser = commands.add_parser("generate", allow_abbrev=False, help="continue a text, then show where the time went")
     parser.add_argument("prompt", help="the text; - reads it from standard input")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--chat", action="store_true", help="ask it as a question, by the model's chat template")
@@ -102,7 +106,7 @@ def _add_generate(commands: Any) -> None:
 
 
 def _add_chat(commands: Any) -> None:
-    parser = commands.add_parser("chat", help=f"hold a conversation ({chat.HELP})")
+    parser = commands.add_parser("chat", allow_abbrev=False, help=f"hold a conversation ({chat.HELP})")
     parser.add_argument("--system", metavar="TEXT", help="how the assistant should behave")
     _add_sampling(parser)
     _add_connection(parser)
@@ -110,7 +114,7 @@ def _add_chat(commands: Any) -> None:
 
 
 def _add_status(commands: Any) -> None:
-    parser = commands.add_parser("status", help="show pools, workers, queues and KV usage")
+    parser = commands.add_parser("status", allow_abbrev=False, help="show pools, workers, queues and KV usage")
     parser.add_argument("--watch", action="store_true", help="go on showing it until Ctrl-C")
     parser.add_argument("--interval", type=_positive, default=1.0, metavar="S", help="seconds between two looks")
     parser.add_argument("--json", action="store_true", help="print it as JSON, one line a look")
@@ -119,7 +123,7 @@ def _add_status(commands: Any) -> None:
 
 
 def _add_bench(commands: Any) -> None:
-    parser = commands.add_parser("bench", help="send a workload to a running server and measure")
+    parser = commands.add_parser("bench", allow_abbrev=False, help="send a workload to a running server and measure")
     _add_connection(parser, "--grpc")
     parser.add_argument("--url", help="an OpenAI-style server to measure instead, http://host:port")
     names = ", ".join(workload.NAMES)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypedDict
 
+from baton.client.errors import InvalidRequest, Violation
 from baton.proto import inference_pb2 as inference
 
 
@@ -57,25 +59,42 @@ def generate_request(
     messages: Sequence[Mapping[str, str]] | None,
     options: RequestOptions,
 ) -> inference.GenerateRequest:
-    """The message for exactly one of a text, token ids and chat messages."""
+    """The message for exactly one of a text, token ids and chat messages.
+
+    Raises InvalidRequest, with the name, for a value that no message can carry.
+    """
     if sum(given is not None for given in (prompt, token_ids, messages)) != 1:
         raise TypeError("a request takes exactly one of prompt, token_ids and messages")
-    request = inference.GenerateRequest(text=prompt)
-    if token_ids is not None:
-        request.token_ids.CopyFrom(inference.TokenIds(ids=token_ids))
-    if messages is not None:
-        turns = [inference.ChatMessage(role=message["role"], content=message["content"]) for message in messages]
-        request.chat.CopyFrom(inference.Chat(messages=turns))
+    request = inference.GenerateRequest()
+    with _named("prompt"):
+        if prompt is not None:
+            request.text = prompt
+        if token_ids is not None:
+            request.token_ids.CopyFrom(inference.TokenIds(ids=token_ids))
+        if messages is not None:
+            turns = [inference.ChatMessage(role=message["role"], content=message["content"]) for message in messages]
+            request.chat.CopyFrom(inference.Chat(messages=turns))
     for name, value in options.items():
-        if name in _REQUEST_FIELDS:
-            setattr(request, name, value)
-        elif name in _SLO_FIELDS:
-            setattr(request.slo, name, value)
-        else:
-            field: dict[str, Any] = {name: value}
-            request.sampling.MergeFrom(inference.SamplingParams(**field))
+        with _named(name):
+            if name in _REQUEST_FIELDS:
+                setattr(request, name, value)
+            elif name in _SLO_FIELDS:
+                setattr(request.slo, name, value)
+            else:
+                field: dict[str, Any] = {name: value}
+                request.sampling.MergeFrom(inference.SamplingParams(**field))
     if not request.request_id:
         request.request_id = str(uuid.uuid4())
     if not request.sampling.HasField("seed"):
         request.sampling.seed = secrets.randbits(63)
     return request
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Names the argument whose value is of the wrong type, out of range, or text that is not Unicode."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        problem = "is not valid Unicode" if isinstance(error, UnicodeError) else str(error)
+        raise InvalidRequest(f"{name}: {problem}", (Violation(name, f"{name}: {problem}"),)) from error

@@ -52,6 +52,9 @@ FACTORIES: dict[Role, WorkerFactory] = {
 }
 
 
+GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
+
+
 class StartError(Exception):
     """Something that must be there before anything is started is not; the message is for a person."""
 
@@ -72,7 +75,11 @@ def serve(config: ClusterConfig) -> int:
     config = sharing_cores(config)
     print(f"starting {_described(config)}", flush=True)
     resources = {pool.resource: float(pool.size) for pool in config.pools if pool.resource}
-    own = open_ray(sum(pool.num_cpus * pool.size for pool in config.pools), resources)
+    try:
+        own = open_ray(sum(pool.num_cpus * pool.size for pool in config.pools), resources)
+    except FleetError as error:
+        _complain(error)
+        return 1
     # Ray has set handlers of its own meanwhile.
     stop = _stop_on_signals(stop)
     router = start_router(config, model_dir, FACTORIES)
@@ -125,6 +132,8 @@ def check(config: ClusterConfig) -> Path:
                 raise StartError(f"{router.host}:{router.port} cannot be bound: {error.strerror}") from error
     if transfer.connector == "nixl" and not any(map(_installed, ("nixl", "nixl_cu12", "nixl_cu13"))):
         raise StartError("the connector nixl needs the package nixl, which is not installed")
+    if any(pool.engine.device == "cuda" for pool in config.pools) and not any(map(Path.exists, GPU_DEVICES)):
+        raise StartError("the device cuda needs a GPU, and this machine shows none; use --device cpu")
     model_dir = resolve_model(config.model)
     needed = sum(pool.size * pool.engine.kv_cache_gib for pool in config.pools if pool.engine.device == "cpu")
     available = psutil.virtual_memory().available / (1 << 30)

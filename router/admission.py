@@ -219,7 +219,7 @@ def _text(text: str, limits: ModelLimits, tokenizer: Tokenizer, check: _Check) -
     if not text:
         check.refuse("text", repr(text), "at least one character")
         return ()
-    if not _fits(tokenizer.fewest_tokens(text), limits, check):
+    if not _fits(tokenizer.fewest_tokens(text), limits, check, "at least "):
         return ()
     ids = tuple(tokenizer.encode(text))
     if not ids:
@@ -239,7 +239,8 @@ def _chat(
             check.refuse(f"chat.messages[{position}].role", repr(message.role), "one of " + ", ".join(ROLES))
     if len(check.violations) > known:
         return ()
-    if not _fits(sum(tokenizer.fewest_tokens(message.content) for message in messages), limits, check):
+    fewest = sum(tokenizer.fewest_tokens(message.content) for message in messages)
+    if not _fits(fewest, limits, check, "at least "):
         return ()
     try:
         ids = tuple(tokenizer.apply_chat_template(ChatMessage(message.role, message.content) for message in messages))
@@ -251,12 +252,12 @@ def _chat(
     return ids if ids and _fits(len(ids), limits, check) else ()
 
 
-def _fits(num_tokens: int, limits: ModelLimits, check: _Check) -> bool:
-    """A prompt must leave room for one token of output."""
+def _fits(num_tokens: int, limits: ModelLimits, check: _Check, qualifier: str = "") -> bool:
+    """A prompt must leave room for one token of output. `qualifier` says what kind of number `num_tokens` is."""
     if num_tokens < limits.max_tokens:
         return True
     bound = f"at most {limits.max_tokens - 1} tokens, so that one fits after it in {limits.max_tokens_source}"
-    check.refuse("prompt", f"{num_tokens} tokens", bound)
+    check.refuse("prompt", f"{qualifier}{num_tokens} tokens", bound)
     return False
 
 

@@ -57,7 +57,7 @@ class RouterSettings:
     max_queued_requests: int = bounded(1024, minimum=1)
     max_queued_tokens: int = bounded(4_194_304, minimum=1)
     credit_steps: float = bounded(2.0, minimum=0.1, maximum=1000.0)
-    max_retries: int = bounded(3, minimum=0, maximum=100)
+    max_retries: int = bounded(5, minimum=0, maximum=100)
     request_timeout_s: float = bounded(600.0, minimum=0.1)
     handoff_timeout_s: float = bounded(30.0, minimum=0.1)
     drain_timeout_s: float = bounded(30.0, minimum=0.0)

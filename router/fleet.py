@@ -442,7 +442,7 @@ def open_ray(num_cpus: float = 0.0, resources: Mapping[str, float] | None = None
     """Joins the Ray that RAY_ADDRESS names, or brings up one of our own, whose processes end with this one.
 
     `num_cpus` and `resources` are what the pools ask for: counts for Ray's books, not bounds on the cores in use. A Ray
-    of our own offers more of both, so that pools can grow. Returns whether it is our own.
+    of our own offers more of both, so that pools can grow. Returns whether it is our own. Raises FleetError.
     """
     if os.environ.get("RAY_ADDRESS"):
         ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
@@ -453,17 +453,22 @@ def open_ray(num_cpus: float = 0.0, resources: Mapping[str, float] | None = None
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray would start an idle process for each CPU that we claim to have.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    with _fewer_processes():
-        ray.init(
-            address="local",
-            namespace=NAMESPACE,
-            num_cpus=int(num_cpus) + ROOM_TO_GROW,
-            resources={name: amount + ROOM_TO_GROW for name, amount in (resources or {}).items()},
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=128 << 20,
-        )
+    try:
+        with _fewer_processes():
+            ray.init(
+                address="local",
+                namespace=NAMESPACE,
+                num_cpus=int(num_cpus) + ROOM_TO_GROW,
+                resources={name: amount + ROOM_TO_GROW for name, amount in (resources or {}).items()},
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=128 << 20,
+            )
+    except Exception as error:
+        # Ray raises bare Exception and RuntimeError for a node that does not come up.
+        ray.shutdown()
+        raise FleetError(f"Ray did not start: {str(error).splitlines()[0]}") from error
     return True
 
 

@@ -100,7 +100,7 @@ class JourneySettings:
     `handoff_timeout_s`: from the first token to the first one of the decode worker.
     """
 
-    max_retries: int = 3
+    max_retries: int = 5
     handoff_timeout_s: float = 30.0
 
 

@@ -374,3 +374,22 @@ def test_numbers_read_as_words() -> None:
         "1,234 retries",
     ]
     assert [duration(seconds) for seconds in (5.9, 65, 3700)] == ["5 s", "1 min 05 s", "1 h 01 min"]
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [(("generate", "hi", "--seed", "9" * 30), "seed"), (("generate", "\udcff\udcfe"), "prompt")],
+)
+async def test_what_no_message_can_carry_is_one_line_that_names_it(
+    run: Baton, words: tuple[str, ...], name: str
+) -> None:
+    printed = await run(*words)
+    assert printed.code != 0
+    assert printed.out == ""
+    assert name in printed.err
+    assert "Traceback" not in printed.err
+
+
+def test_an_abbreviated_flag_is_not_guessed() -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["serve", "--prefil", "1"])

@@ -28,6 +28,7 @@ from asking import answer, request, until
 from baton.proto import cluster_pb2 as cluster
 from baton.proto import cluster_pb2_grpc, inference_pb2_grpc
 from baton.proto.settings import EngineSettings, SchedulerSettings, TransferSettings
+from baton.router.__main__ import StartError, check
 from baton.router.config import ClusterConfig, RouterSettings, defaults
 
 pytestmark = pytest.mark.cluster
@@ -186,6 +187,11 @@ class TestTrouble:
             taken.listen()
             port = str(taken.getsockname()[1])
             assert f"127.0.0.1:{port}" in refused(serve("--model", model_dir, "--port", port), 10)
+
+    def test_a_gpu_that_is_not_there_is_told(self, monkeypatch, model_dir):
+        monkeypatch.setattr("baton.router.__main__.GPU_DEVICES", ())
+        with pytest.raises(StartError, match="GPU"):
+            check(defaults(model=model_dir, device="cuda").with_port(0))
 
     def test_kv_pools_that_exceed_memory_are_told_with_both_sizes(self, serve, model_dir, tmp_path):
         path = cluster_file(tmp_path, model=model_dir, engine={"kv_cache_gib": 3000.0})
