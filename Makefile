@@ -24,8 +24,14 @@ demo: venv ## One prefill and one decode worker on this machine answer a questio
 serve: venv ## Serve with cluster.yaml, or with what ARGS says: make serve ARGS="--prefill 1 --decode 2".
 	$(BIN)/baton serve $(or $(ARGS),$(wildcard cluster.yaml))
 
-test: venv ## Run all tests; ARGS goes to pytest: make test ARGS="-m 'not cluster'".
+# Two processes: those that hold Ray in theirs keep it away from those that hold NIXL and event loops of their own.
+test: venv ## Run all tests; ARGS goes to pytest instead of that: make test ARGS="-m 'not cluster'".
+ifeq ($(strip $(ARGS)),)
+	$(BIN)/python -m pytest -m "not cluster"
+	$(BIN)/python -m pytest -m cluster
+else
 	$(BIN)/python -m pytest $(ARGS)
+endif
 
 lint: venv ## Check style, formatting, types, and that the generated protocol code is up to date.
 	$(BIN)/python -m ruff check .
