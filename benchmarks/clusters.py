@@ -67,7 +67,7 @@ def shape(
     engine = EngineSettings(model=model, dtype=dtype, num_blocks=num_blocks, threads=1)
     scheduler = SchedulerSettings(max_num_batched_tokens=budget)
     pools = tuple(replace(pool, engine=engine, scheduler=scheduler, num_cpus=0.1) for pool in config.pools)
-    return replace(config, pools=pools, router=replace(config.router, port=0, policy=policy))
+    return replace(config, pools=pools, router=replace(config.router, port=0, http_port=0, policy=policy))
 
 
 @contextmanager
@@ -86,9 +86,9 @@ def running(config: ClusterConfig) -> Iterator[str]:
     namespace = f"benchmark-{os.getpid()}-{next(_numbers)}"
     handle = start_router(config, resolve_model(config.model), FACTORIES, namespace=namespace)
     try:
-        address = handle.ready(READY_TIMEOUT_S, threading.Event())
-        assert address is not None
-        yield address
+        addresses = handle.ready(READY_TIMEOUT_S, threading.Event())
+        assert addresses is not None
+        yield addresses.grpc
     finally:
         handle.stop(0.0)
 

@@ -43,7 +43,22 @@ class Patience:
 def main() -> int:
     """Runs the demo; returns the exit code of `baton generate`, or 1 if the server did not get ready."""
     baton = [sys.executable, "-u", "-m", "baton.client.cli"]
-    serve = [*baton, "serve", "--prefill", "1", "--decode", "1", "--model", "demo", "--device", "cpu", "--port", "0"]
+    serve = [
+        *baton,
+        "serve",
+        "--prefill",
+        "1",
+        "--decode",
+        "1",
+        "--model",
+        "demo",
+        "--device",
+        "cpu",
+        "--port",
+        "0",
+        "--http-port",
+        "0",
+    ]
     generate = [*baton, "generate", "--chat", QUESTION, "--stream", "--temperature", "0", "--max-tokens", "64"]
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, exit_on_signal)

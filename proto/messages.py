@@ -63,7 +63,8 @@ class Sampling:
 
     `temperature` 0 is greedy. `top_k` 0 is off. `max_tokens` and `min_tokens` count output tokens from the end of the
     prompt, tokens emitted by an earlier attempt included. `stop_token_ids` holds the model's end-of-sequence ids too,
-    unless the client asked to ignore them. `logprobs`: None is off, 0 reports the chosen token only, k adds the k most
+    unless the client asked to ignore them. `grammar`: what the output must match, in the grammar library's notation;
+    empty is any text. `logprobs`: None is off, 0 reports the chosen token only, k adds the k most
     likely. Randomness is a function of (`seed`, position of the token in the sequence) and of nothing else.
     """
 
@@ -81,6 +82,7 @@ class Sampling:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: tuple[LogitBias, ...] = ()
+    grammar: str = ""
 
     def to_wire(self) -> wire.ResolvedSampling:
         return wire.ResolvedSampling(
@@ -98,6 +100,7 @@ class Sampling:
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             logit_bias={entry.token_id: entry.bias for entry in self.logit_bias},
+            grammar=self.grammar,
         )
 
     @classmethod
@@ -117,6 +120,7 @@ class Sampling:
             logprobs=message.logprobs if message.HasField("logprobs") else None,
             prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
             logit_bias=tuple(LogitBias(token_id, bias) for token_id, bias in sorted(message.logit_bias.items())),
+            grammar=message.grammar,
         )
 
 
@@ -149,7 +153,7 @@ class Request:
     `sequence_id` is minted by the router for each leg of each attempt and never comes from a client.
     `token_ids` is the prompt followed by the output tokens that the client already has, so `len(token_ids) -
     num_prompt_tokens` is the index of the next output token. `deadline_s` is the time left, not a point in time:
-    no clock crosses a machine.
+    no clock crosses a machine. `traceparent` is the W3C trace context of the client's request, empty without one.
     """
 
     sequence_id: str
@@ -162,6 +166,7 @@ class Request:
     cache_salt: str = ""
     adapter: str = ""
     source: HandoffSource | None = None
+    traceparent: str = ""
 
     def to_wire(self, number: int) -> wire.Submit:
         return wire.Submit(
@@ -176,6 +181,7 @@ class Request:
             adapter=self.adapter,
             leg=self.leg.value,
             source=self.source.to_wire() if self.source is not None else None,
+            traceparent=self.traceparent,
         )
 
     @classmethod
@@ -191,6 +197,7 @@ class Request:
             cache_salt=message.cache_salt,
             adapter=message.adapter,
             source=HandoffSource.from_wire(message.source) if message.HasField("source") else None,
+            traceparent=message.traceparent,
         )
 
 
@@ -471,6 +478,7 @@ _DESCRIPTION_SCALARS = (
     "version",
     "kv_bytes_per_token",
     "pid",
+    "metrics_address",
 )
 
 
@@ -494,6 +502,7 @@ class WorkerDescription:
     version: str
     kv_bytes_per_token: int
     pid: int
+    metrics_address: str = ""
 
     def to_wire(self) -> wire.WorkerDescription:
         message = wire.WorkerDescription(role=self.role.value)

@@ -75,6 +75,23 @@ class TransferSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ObservabilitySettings:
+    """What every process tells about itself, router and workers alike.
+
+    `trace_endpoint`: URL of an OTLP collector (http://host:4318), empty traces nothing. `trace_ratio`: the part of
+    requests without a trace of their own that is traced. `worker_metrics`: whether each worker opens a Prometheus
+    endpoint, on a port of its own choice. `log_prompts`: whether logs and traces may contain prompts and outputs.
+    """
+
+    trace_endpoint: str = ""
+    trace_ratio: float = bounded(1.0, minimum=0.0, maximum=1.0)
+    worker_metrics: bool = True
+    log_format: str = one_of("text", ("text", "json"))
+    log_level: str = one_of("info", ("debug", "info", "warning", "error"))
+    log_prompts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSettings:
     """All that one worker process needs to know at its start."""
 
@@ -84,5 +101,6 @@ class WorkerSettings:
     engine: EngineSettings = field(default_factory=EngineSettings)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     transfer: TransferSettings = field(default_factory=TransferSettings)
+    observability: ObservabilitySettings = field(default_factory=ObservabilitySettings)
     host: str = "127.0.0.1"
     idle_report_s: float = 0.1

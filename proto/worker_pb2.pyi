@@ -41,7 +41,7 @@ LEG_FAILURE_KIND_DRAINING: LegFailureKind
 LEG_FAILURE_KIND_INTERNAL: LegFailureKind
 
 class ResolvedSampling(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens", "min_tokens", "stop_token_ids", "seed", "logprobs", "prompt_logprobs", "logit_bias")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens", "min_tokens", "stop_token_ids", "seed", "logprobs", "prompt_logprobs", "logit_bias", "grammar")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class ResolvedSampling(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -77,7 +78,8 @@ class ResolvedSampling(_message.Message):
     logprobs: int
     prompt_logprobs: int
     logit_bias: _containers.ScalarMap[int, float]
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
+    grammar: str
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., grammar: _Optional[str] = ...) -> None: ...
 
 class HandoffSource(_message.Message):
     __slots__ = ("worker_id", "incarnation", "address", "sequence_id")
@@ -92,7 +94,7 @@ class HandoffSource(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., sequence_id: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("number", "sequence_id", "token_ids", "num_prompt_tokens", "sampling", "priority", "deadline_s", "cache_salt", "adapter", "leg", "source")
+    __slots__ = ("number", "sequence_id", "token_ids", "num_prompt_tokens", "sampling", "priority", "deadline_s", "cache_salt", "adapter", "leg", "source", "traceparent")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +106,7 @@ class Submit(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     LEG_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     number: int
     sequence_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -115,7 +118,8 @@ class Submit(_message.Message):
     adapter: str
     leg: Leg
     source: HandoffSource
-    def __init__(self, number: _Optional[int] = ..., sequence_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., leg: _Optional[_Union[Leg, str]] = ..., source: _Optional[_Union[HandoffSource, _Mapping]] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, number: _Optional[int] = ..., sequence_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., leg: _Optional[_Union[Leg, str]] = ..., source: _Optional[_Union[HandoffSource, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class AbortLeg(_message.Message):
     __slots__ = ("sequence_id",)
@@ -304,7 +308,7 @@ class WorkerHello(_message.Message):
     def __init__(self, worker: _Optional[_Union[WorkerDescription, _Mapping]] = ...) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "address", "role", "model", "max_model_len", "vocab_size", "block_size", "num_blocks", "max_num_batched_tokens", "max_num_seqs", "dtype", "connector", "version", "kv_bytes_per_token", "pid")
+    __slots__ = ("worker_id", "incarnation", "address", "role", "model", "max_model_len", "vocab_size", "block_size", "num_blocks", "max_num_batched_tokens", "max_num_seqs", "dtype", "connector", "version", "kv_bytes_per_token", "pid", "metrics_address")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -321,6 +325,7 @@ class WorkerDescription(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     address: str
@@ -337,7 +342,8 @@ class WorkerDescription(_message.Message):
     version: str
     kv_bytes_per_token: int
     pid: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., dtype: _Optional[str] = ..., connector: _Optional[str] = ..., version: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+    metrics_address: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., dtype: _Optional[str] = ..., connector: _Optional[str] = ..., version: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
     __slots__ = ("hello", "batches", "failures", "load")

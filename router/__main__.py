@@ -85,10 +85,13 @@ def serve(config: ClusterConfig) -> int:
     router = start_router(config, model_dir, FACTORIES)
     drained = None
     try:
-        address = router.ready(config.router.worker_start_timeout_s, stop)
-        if address is None:
+        addresses = router.ready(config.router.worker_start_timeout_s, stop)
+        if addresses is None:
             return 130
-        print(f"ready  grpc {address}  {time.monotonic() - began_s:.1f} s after start", flush=True)
+        print(
+            f"ready  grpc {addresses.grpc}  http {addresses.http}  {time.monotonic() - began_s:.1f} s after start",
+            flush=True,
+        )
         stop.wait()
         print("draining", flush=True)
         drained = router.stop(config.router.drain_timeout_s)
@@ -123,13 +126,13 @@ def check(config: ClusterConfig) -> Path:
     Raises StartError or CheckpointError.
     """
     router, transfer = config.router, config.transfer
-    if router.port:
+    for port in filter(None, (router.port, router.http_port)):
         with socket.socket(socket.AF_INET6 if ":" in router.host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((router.host, router.port))
+                probe.bind((router.host, port))
             except OSError as error:
-                raise StartError(f"{router.host}:{router.port} cannot be bound: {error.strerror}") from error
+                raise StartError(f"{router.host}:{port} cannot be bound: {error.strerror}") from error
     if transfer.connector == "nixl" and not any(map(_installed, ("nixl", "nixl_cu12", "nixl_cu13"))):
         raise StartError("the connector nixl needs the package nixl, which is not installed")
     if any(pool.engine.device == "cuda" for pool in config.pools) and not any(map(Path.exists, GPU_DEVICES)):

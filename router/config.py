@@ -8,7 +8,7 @@ checked (`router.schema`).
       baton:
         model, engine, scheduler        defaults of all pools
         pools: {<name>: {role, size, engine, scheduler, resources}}
-        router, kvtransfer
+        router, kvtransfer, observability
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from baton.proto.messages import Role
-from baton.proto.settings import EngineSettings, SchedulerSettings, TransferSettings, bounded, one_of
+from baton.proto.settings import (
+    EngineSettings,
+    ObservabilitySettings,
+    SchedulerSettings,
+    TransferSettings,
+    bounded,
+    one_of,
+)
 from baton.router.placement import POLICIES
 from baton.router.schema import (
     ConfigError,
@@ -43,7 +50,10 @@ MAX_POOL_SIZE = 4096
 class RouterSettings:
     """The front door and the dispatch queue.
 
-    `port` 0 takes a free one. `binding`: whether the decode worker is chosen with the prefill worker or when the prompt
+    `port` is gRPC's; a port of 0 takes a free one. `served_model_name`: what HTTP clients call the model, empty for its
+    own name. `api_keys_file`: one key a line, which gRPC and HTTP clients must then show as a bearer token.
+    `max_requests_per_s`: of one client by HTTP, 0 is no limit. `cors_origins`: sites whose pages may call, by commas.
+    `binding`: whether the decode worker is chosen with the prefill worker or when the prompt
     is computed. `credit_steps`: prompt tokens that a worker may hold uncomputed, in multiples of its
     `max_num_batched_tokens`. `no_worker_grace_s`: how long a request waits for a role of which no worker is there.
     `handoff_timeout_s`: from the first token to the first one of the decode worker. `drain_timeout_s`: how long running
@@ -52,6 +62,11 @@ class RouterSettings:
 
     host: str = "127.0.0.1"
     port: int = bounded(50051, minimum=0, maximum=65535)
+    http_port: int = bounded(8000, minimum=0, maximum=65535)
+    served_model_name: str = ""
+    api_keys_file: str = ""
+    max_requests_per_s: float = bounded(0.0, minimum=0.0)
+    cors_origins: str = ""
     policy: str = one_of("queue_depth", POLICIES)
     binding: str = one_of("early", ("early", "late"))
     max_queued_requests: int = bounded(1024, minimum=1)
@@ -92,6 +107,7 @@ class ClusterConfig:
     pools: tuple[PoolConfig, ...]
     router: RouterSettings = field(default_factory=RouterSettings)
     transfer: TransferSettings = field(default_factory=TransferSettings)
+    observability: ObservabilitySettings = field(default_factory=ObservabilitySettings)
 
     def size(self, role: Role) -> int:
         """Workers of a role, over all pools."""
@@ -125,9 +141,12 @@ class ClusterConfig:
         )
         return _checked(replace(self, pools=pools))
 
-    def with_port(self, port: int) -> ClusterConfig:
+    def with_port(self, port: int, http_port: int | None = None) -> ClusterConfig:
+        """gRPC on this port, and HTTP on the other if one is given."""
+        http_port = self.router.http_port if http_port is None else http_port
         checked_field(RouterSettings, "port", port, f"{SECTION}.router.port")
-        return replace(self, router=replace(self.router, port=port))
+        checked_field(RouterSettings, "http_port", http_port, f"{SECTION}.router.http_port")
+        return replace(self, router=replace(self.router, port=port, http_port=http_port))
 
 
 def load(path: Path) -> ClusterConfig:
@@ -153,7 +172,7 @@ def defaults(
 
 
 def _cluster(section: Mapping[str, Any]) -> ClusterConfig:
-    refuse_unknown(section, ("model", "engine", "scheduler", "pools", "router", "kvtransfer"), SECTION)
+    refuse_unknown(section, ("model", "engine", "scheduler", "pools", "router", "kvtransfer", "observability"), SECTION)
     engine = filled(EngineSettings(), section.get("engine"), f"{SECTION}.engine")
     if "model" in section:
         model = checked_field(EngineSettings, "model", section["model"], f"{SECTION}.model")
@@ -167,6 +186,7 @@ def _cluster(section: Mapping[str, Any]) -> ClusterConfig:
         pools=tuple(_pool(name, subsection(pools, name, _path(name)), engine, scheduler) for name in pools),
         router=filled(RouterSettings(), section.get("router"), f"{SECTION}.router"),
         transfer=filled(TransferSettings(), section.get("kvtransfer"), f"{SECTION}.kvtransfer"),
+        observability=filled(ObservabilitySettings(), section.get("observability"), f"{SECTION}.observability"),
     )
     return _checked(config)
 

@@ -36,7 +36,7 @@ from baton.router.cluster import Member, WorkerState, WorkforceError
 from baton.router.config import ClusterConfig, PoolConfig
 from baton.router.link import WorkerLink
 from baton.router.router import Router
-from baton.router.server import RouterServer
+from baton.router.server import Addresses, RouterServer
 from baton.router.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -125,24 +125,24 @@ class RouterHost:
         self._factories = factories
         self._server: RouterServer | None = None
         self._fleet: Fleet | None = None
-        self._outcome: Future[str | StartFailure] = self._thread.start(self._serve())
+        self._outcome: Future[Addresses | StartFailure] = self._thread.start(self._serve())
 
-    async def _serve(self) -> str | StartFailure:
+    async def _serve(self) -> Addresses | StartFailure:
         try:
             router = Router(self._config, Tokenizer(self._model_dir))
             self._fleet = Fleet(self._config, router, self._factories, self._namespace)
             self._server = RouterServer(router, self._fleet)
-            address = await self._server.open(self._config.router, patience_s=5.0)
+            addresses = await self._server.open(self._config.router, patience_s=5.0)
             await self._fleet.open()
             await router.prove_ready()
             await self._server.mark_ready()
         except Exception as error:
             log.exception("the router cannot start")
             return StartFailure(str(error) or type(error).__name__)
-        return address
+        return addresses
 
-    def ready(self) -> str | StartFailure:
-        """Blocks until the router serves; returns its address."""
+    def ready(self) -> Addresses | StartFailure:
+        """Blocks until the router serves; returns its addresses."""
         return self._outcome.result()
 
     def stop(self, drain_s: float) -> bool:
@@ -295,6 +295,7 @@ class Fleet:
                 engine=pool.engine,
                 scheduler=pool.scheduler,
                 transfer=self._config.transfer,
+                observability=self._config.observability,
                 host=host if host in ("127.0.0.1", "::1") else "",
             )
             actor_class = ray.remote(WorkerHost)
@@ -405,8 +406,8 @@ class RouterHandle:
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
-    def ready(self, timeout_s: float, cancelled: threading.Event) -> str | None:
-        """Waits until the router serves; returns its address, None if cancelled.
+    def ready(self, timeout_s: float, cancelled: threading.Event) -> Addresses | None:
+        """Waits until the router serves; returns its addresses, None if cancelled.
 
         Raises FleetError with the reason if it cannot serve.
         """
@@ -423,7 +424,8 @@ class RouterHandle:
             else:
                 if isinstance(outcome, StartFailure):
                     raise FleetError(outcome.message)
-                return str(outcome)
+                assert isinstance(outcome, Addresses)
+                return outcome
         return None
 
     def stop(self, drain_s: float) -> bool:

@@ -1,10 +1,11 @@
-"""The front door for gRPC clients: the Inference service.
+"""The front door behind both faces: a client's request from its first byte to its last message.
 
-Owns: a request from its first byte to its last message: admission, the journeys of its outputs, text, stop strings.
-Refuses to know: workers, placement, retries (`journey`), and what is a valid request (`admission`).
+Owns: admission, the journeys of a request's outputs, text, stop strings, and what observers hear of it.
+Refuses to know: workers, placement, retries (`journey`), what is a valid request (`admission`), and how a face writes
+messages and refusals (`service` for gRPC, `http` for HTTP).
 
-    GenerateRequest -> admit -> Journey x n -> Detokenizer -> GenerateResponse ...
-    Leaving the handler by any way (client gone, Abort, deadline, stop string) closes the journeys and so their legs.
+    GenerateRequest -> open: admit -> Generation: Journey x n -> Detokenizer -> GenerateResponse ...
+    Closing a generation by any way (client gone, Abort, deadline, stop string) closes the journeys and so their legs.
 """
 
 from __future__ import annotations
@@ -12,195 +13,267 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import asdict
-
-import grpc
+from dataclasses import asdict, dataclass
 
 from baton.proto import inference_pb2 as inference
-from baton.proto import inference_pb2_grpc
-from baton.proto.context import Context
 from baton.proto.messages import FinishReason
 from baton.router.admission import Admitted, FieldViolation, NotFound, admit
 from baton.router.detokenizer import Detokenizer
 from baton.router.journey import Ended, Errand, Failed, Journey, Tokens, Trouble
+from baton.router.observe import Call, OutputRecord, RequestRecord
 from baton.router.router import Router
-from baton.router.status import refuse, refuse_failed, refuse_fields
 from baton.router.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 LONG_TEXT_CHARS = 4096
 
-_Message = inference.GenerateResponse | Failed | None
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Why there is no answer, or no more of it. `violations`: the fields that are at fault, of Trouble.INVALID."""
+
+    trouble: Trouble
+    message: str
+    retry_after_s: float | None = None
+    violations: tuple[FieldViolation, ...] = ()
 
 
-class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """Serves `Inference` for one router."""
+class Gateway:
+    """Takes requests in for one router, whichever face they came to."""
 
     def __init__(self, router: Router) -> None:
-        self._router = router
+        self.router = router
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def Generate(
-        self, request: inference.GenerateRequest, context: Context
-    ) -> AsyncIterator[inference.GenerateResponse]:
+    async def open(self, request: inference.GenerateRequest, call: Call) -> Generation | Refused:
+        """Admits a request. Nothing runs until the generation's messages are asked for."""
         arrived_s = time.monotonic()
-        router = self._router
-        if router.draining:
-            await refuse(context, grpc.StatusCode.UNAVAILABLE, "the router is draining")
-        admitted = await self._admit(request)
-        if isinstance(admitted, NotFound):
-            await refuse(context, grpc.StatusCode.NOT_FOUND, admitted.description)
-        if not isinstance(admitted, Admitted):
-            await refuse_fields(context, admitted)
-        await self._take_over(admitted, context)
-        finished = finished_before(admitted, router.tokenizer)
-        if finished is not None:
-            yield finished
-            return
-        deadline_s = self._deadline(context, arrived_s)
-        outputs = [_Output(router, admitted, index, deadline_s, arrived_s) for index in range(admitted.n)]
-        # Unbounded, so that the end always finds room; it holds no more than the outputs' tokens.
-        queue: asyncio.Queue[_Message] = asyncio.Queue()
-        task = asyncio.create_task(self._run(admitted.request_id, outputs, queue))
-        task.add_done_callback(lambda task: self._close(task, outputs, queue))
-        self._tasks[admitted.request_id] = task
-        router.begin()
-        try:
-            while (message := await queue.get()) is not None:
-                if isinstance(message, Failed):
-                    await refuse_failed(context, message, admitted.request_id)
-                yield message
-        finally:
-            task.cancel()
-            if self._tasks.get(admitted.request_id) is task:
-                del self._tasks[admitted.request_id]
+        outcome = await self._open(request, call, arrived_s)
+        if isinstance(outcome, Refused):
+            self.router.observers.refused(outcome.trouble.value, call)
+        return outcome
 
-    async def Abort(self, request: inference.AbortRequest, context: Context) -> inference.AbortResponse:
-        task = self._tasks.get(request.request_id)
+    def abort(self, request_id: str) -> bool:
+        """Ends a request that is in progress; False if there is none of that name."""
+        task = self._tasks.get(request_id)
         if task is not None:
             task.cancel()
-        return inference.AbortResponse(found=task is not None)
+        return task is not None
 
-    async def GetModel(self, request: inference.GetModelRequest, context: Context) -> inference.ModelInfo:
-        router, limits = self._router, self._router.limits()
-        return inference.ModelInfo(
-            name=router.config.model,
-            max_model_len=limits.max_tokens,
-            vocab_size=limits.vocab_size,
-            eos_token_ids=limits.eos_token_ids,
-            block_size=router.config.pools[0].engine.block_size,
-            dtype=router.config.pools[0].engine.dtype,
-            pools=[
-                inference.PoolInfo(name=pool.name, role=pool.role.value, size=pool.size) for pool in router.config.pools
-            ],
-        )
-
-    # --- one request ------------------------------------------------------------------------------------------------
+    async def _open(self, request: inference.GenerateRequest, call: Call, arrived_s: float) -> Generation | Refused:
+        if self.router.draining:
+            return Refused(Trouble.UNAVAILABLE, "the router is draining")
+        admitted = await self._admit(request)
+        if isinstance(admitted, NotFound):
+            return Refused(Trouble.NOT_FOUND, admitted.description)
+        if not isinstance(admitted, Admitted):
+            message = "; ".join(violation.description for violation in admitted)
+            return Refused(Trouble.INVALID, message, violations=tuple(admitted))
+        former = self._tasks.get(admitted.request_id)
+        if former is not None:
+            if not admitted.resume_token_ids:
+                return Refused(Trouble.EXISTS, f"request_id {admitted.request_id!r} is in progress")
+            # A request that resumes replaces its own former self, whose client has lost the stream.
+            former.cancel()
+        return Generation(self.router, self._tasks, admitted, call, arrived_s)
 
     async def _admit(self, request: inference.GenerateRequest) -> Admitted | list[FieldViolation] | NotFound:
         """Checks and tokenizes; long texts in a thread, so that they hold nobody up."""
-        limits, tokenizer = self._router.limits(), self._router.tokenizer
+        limits, tokenizer = self.router.limits(), self.router.tokenizer
         if request.ByteSize() <= LONG_TEXT_CHARS:
             return admit(request, limits, tokenizer)
         return await asyncio.to_thread(admit, request, limits, tokenizer)
 
-    async def _take_over(self, admitted: Admitted, context: Context) -> None:
-        """A request that resumes replaces its own former self, whose client has lost the stream."""
-        task = self._tasks.get(admitted.request_id)
-        if task is None:
+
+class Generation:
+    """One admitted request. Use `messages` once, and close it."""
+
+    def __init__(
+        self, router: Router, tasks: dict[str, asyncio.Task[None]], admitted: Admitted, call: Call, arrived_s: float
+    ) -> None:
+        self.admitted = admitted
+        self._router = router
+        self._tasks = tasks
+        self._call = call
+        self._arrived_s = arrived_s
+        self._arrived_unix_s = time.time() - (time.monotonic() - arrived_s)
+        self._traceparent = ""
+        # Unbounded, so that the end always finds room; it holds no more than the outputs' tokens.
+        self._queue: asyncio.Queue[inference.GenerateResponse | Refused | None] = asyncio.Queue()
+        self._outputs: list[_Output] = []
+
+    async def messages(self) -> AsyncGenerator[inference.GenerateResponse | Refused, None]:
+        """The outputs' messages as they come, `finish` last in each; or a refusal, after which nothing comes."""
+        finished = finished_before(self.admitted, self._router.tokenizer)
+        if finished is not None:
+            yield finished
             return
-        if not admitted.resume_token_ids:
-            await refuse(context, grpc.StatusCode.ALREADY_EXISTS, f"request_id {admitted.request_id!r} is in progress")
-        task.cancel()
+        request_id = self.admitted.request_id
+        self._traceparent = self._router.observers.began(request_id, self._call)
+        deadline_s = self._deadline()
+        self._outputs = [_Output(self, index, deadline_s) for index in range(self.admitted.n)]
+        task = asyncio.create_task(self._run())
+        task.add_done_callback(self._close)
+        self._tasks[request_id] = task
+        self._router.begin()
+        try:
+            while (message := await self._queue.get()) is not None:
+                yield message
+                if isinstance(message, Refused):
+                    return
+        finally:
+            task.cancel()
+            if self._tasks.get(request_id) is task:
+                del self._tasks[request_id]
 
-    def _deadline(self, context: Context, arrived_s: float) -> float:
+    def _deadline(self) -> float:
         """The client's deadline, at most the router's own bound, as a time of the router's clock."""
-        left_s, bound_s = context.time_remaining(), self._router.config.router.request_timeout_s
-        return arrived_s + (bound_s if left_s is None else min(left_s, bound_s))
+        left_s, bound_s = self._call.left_s, self._router.config.router.request_timeout_s
+        return self._arrived_s + (bound_s if left_s is None else min(left_s, bound_s))
 
-    async def _run(self, request_id: str, outputs: list[_Output], queue: asyncio.Queue[_Message]) -> None:
+    async def _run(self) -> None:
         """All outputs of one request."""
         try:
             async with asyncio.TaskGroup() as group:
-                for output in outputs:
-                    group.create_task(output.run(queue))
+                for output in self._outputs:
+                    group.create_task(output.run())
         except Exception:
             # A bug in one request must end that request, and be seen, but not the router.
-            log.exception("request %s failed", request_id)
-            queue.put_nowait(Failed(Trouble.INTERNAL, "an unexpected error; the router's log has more"))
+            log.exception("request %s failed", self.admitted.request_id)
+            failed = Failed(Trouble.INTERNAL, "an unexpected error; the router's log has more")
+            for output in self._outputs:
+                if not output.ended:
+                    output.fail(failed)
 
-    def _close(self, task: asyncio.Task[None], outputs: list[_Output], queue: asyncio.Queue[_Message]) -> None:
+    def _close(self, task: asyncio.Task[None]) -> None:
         """Ends the queue, whatever ended the task: an Abort may come before it has run at all.
 
         After an Abort, or to a client that is gone, each output that has no end yet says that it was aborted.
         """
         if task.cancelled():
-            for output in outputs:
+            for output in self._outputs:
                 if not output.ended:
-                    queue.put_nowait(output.end(FinishReason.ABORTED))
-        queue.put_nowait(None)
-        self._router.end(sum(output.journey.ledger.retries for output in outputs))
+                    output.end(FinishReason.ABORTED)
+        self._queue.put_nowait(None)
+        self._router.end(sum(output.journey.ledger.retries for output in self._outputs))
+        self._router.observers.ended(self._record())
+
+    def _record(self) -> RequestRecord:
+        admitted, outputs = self.admitted, self._outputs
+        first = [output.first_s for output in outputs if output.first_s is not None]
+        troubles = [output.trouble for output in outputs if output.trouble is not None]
+        return RequestRecord(
+            request_id=admitted.request_id,
+            call=self._call,
+            traceparent=self._traceparent,
+            arrived_unix_s=self._arrived_unix_s,
+            duration_s=time.monotonic() - self._arrived_s,
+            ttft_s=min(first) - self._arrived_s if first else None,
+            prompt_tokens=len(admitted.prompt_token_ids),
+            max_tokens=admitted.sampling.max_tokens,
+            temperature=admitted.sampling.temperature,
+            top_p=admitted.sampling.top_p,
+            outputs=tuple(output.record() for output in outputs),
+            trouble=troubles[0].value if troubles else "",
+        )
 
 
 class _Output:
     """One of a request's outputs: a journey, its text, its last message."""
 
-    def __init__(self, router: Router, admitted: Admitted, index: int, deadline_s: float, arrived_s: float) -> None:
+    def __init__(self, generation: Generation, index: int, deadline_s: float) -> None:
+        admitted, router = generation.admitted, generation._router
+        self._router = router
         self._admitted = admitted
+        self._queue = generation._queue
         self._index = index
-        self._sampling = admitted.sampling_of(index)
         self._num_tokens = len(admitted.resume_token_ids)
         self._detokenizer = _detokenizer(admitted, router.tokenizer)
+        self._last_s: float | None = None
+        self._finish_name = ""
+        self._message_text = ""
+        self.first_s: float | None = None
+        self.trouble: Trouble | None = None
         self.ended = False
         self.journey: Journey = router.journey(
             Errand(
                 journey_id=router.new_journey_id(),
                 prompt_token_ids=admitted.prompt_token_ids,
-                sampling=self._sampling,
-                arrived_s=arrived_s,
+                sampling=admitted.sampling_of(index),
+                arrived_s=generation._arrived_s,
                 deadline_s=deadline_s,
                 resume_token_ids=admitted.resume_token_ids,
                 priority=admitted.priority,
                 cache_salt=admitted.cache_salt,
+                traceparent=generation._traceparent,
             )
         )
 
-    async def run(self, queue: asyncio.Queue[_Message]) -> None:
+    async def run(self) -> None:
         """Puts the output's messages on the queue, `finish` last."""
         async with aclosing(self.journey.run()) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Failed):
-                    self.ended = True
-                    queue.put_nowait(piece)
+                    self.fail(piece)
                     return
                 if isinstance(piece, Ended):
-                    queue.put_nowait(self.end(piece.reason))
+                    self.end(piece.reason)
                     return
                 delta = self._detokenizer.push(piece.token_ids)
                 message = self._message(piece, delta.text, delta.num_tokens)
+                self._tell(delta.num_tokens)
                 if delta.stopped is not None:
-                    self.ended = True
                     message.finish.CopyFrom(self._finish(FinishReason.STOP, delta.stopped))
-                    queue.put_nowait(message)
+                    self._queue.put_nowait(message)
                     return
-                queue.put_nowait(message)
+                self._queue.put_nowait(message)
 
-    def end(self, reason: FinishReason) -> inference.GenerateResponse:
-        """The last message, with the text that was held back."""
+    def fail(self, failed: Failed) -> None:
+        """Ends the output without a last message, and its request with it."""
         self.ended = True
+        self.trouble, self._finish_name, self._message_text = failed.trouble, failed.trouble.value, failed.message
+        self._queue.put_nowait(Refused(failed.trouble, failed.message, failed.retry_after_s))
+
+    def end(self, reason: FinishReason) -> None:
+        """Puts the last message, with the text that was held back."""
         rest = self._detokenizer.flush()
         if rest.stopped is not None:
             reason = FinishReason.STOP
-        return inference.GenerateResponse(
+        message = inference.GenerateResponse(
             request_id=self._admitted.request_id,
             index=self._index,
             first_token_index=self._num_tokens,
             text=rest.text,
             finish=self._finish(reason, rest.stopped or ""),
         )
+        self._queue.put_nowait(message)
+
+    def record(self) -> OutputRecord:
+        ledger = self.journey.ledger
+        return OutputRecord(
+            index=self._index,
+            finish=self._finish_name,
+            message=self._message_text,
+            completion_tokens=self._num_tokens - len(self._admitted.resume_token_ids),
+            cached_tokens=ledger.cached_tokens,
+            transferred_tokens=ledger.transferred_tokens,
+            recomputed_tokens=ledger.recomputed_tokens,
+            retries=ledger.retries,
+            prefill_worker=ledger.prefill_worker,
+            decode_worker=ledger.decode_worker,
+            connector=ledger.connector,
+            timeline=ledger.timeline(time.monotonic()),
+        )
+
+    def _tell(self, num_tokens: int) -> None:
+        now = time.monotonic()
+        if self.first_s is None:
+            self.first_s = now
+        self._router.observers.tokens(num_tokens, None if self._last_s is None else now - self._last_s)
+        self._last_s = now
 
     def _message(self, piece: Tokens, text: str, num_tokens: int) -> inference.GenerateResponse:
         self._num_tokens += num_tokens
@@ -215,6 +288,8 @@ class _Output:
         )
 
     def _finish(self, reason: FinishReason, stop: str) -> inference.Finish:
+        """The account in the last message: from here on the output has ended."""
+        self.ended, self._finish_name = True, reason.name.lower()
         ledger = self.journey.ledger
         return inference.Finish(
             reason=reason.value,

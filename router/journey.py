@@ -53,6 +53,7 @@ class Errand:
     priority: int = 0
     cache_salt: str = ""
     adapter: str = ""
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ class Trouble(Enum):
     """Why an output could not be finished, in the words of the protocol's status codes."""
 
     INVALID = "invalid"
+    NOT_FOUND = "not found"
+    EXISTS = "exists"
     OVERLOADED = "overloaded"
     UNAVAILABLE = "unavailable"
     DEADLINE = "deadline"
@@ -256,6 +259,7 @@ class Journey:
             cache_salt=self._errand.cache_salt,
             adapter=self._errand.adapter,
             source=source,
+            traceparent=self._errand.traceparent,
         )
 
     def _time_left(self, until_s: float | None = None) -> float | None:

@@ -1,7 +1,8 @@
 """What one router process knows and shares between its gateway and its fleet.
 
 Owns: the load book, the dispatch queue, the links to workers, whether it is ready or draining.
-Refuses to know: gRPC faces (`gateway`), processes (`fleet`), the steps of one request (`journey`).
+Refuses to know: faces (`service`, `http`), a client's request (`gateway`), processes (`fleet`), one output's steps
+(`journey`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from baton.router.dispatch import Dispatcher, DispatchQueue
 from baton.router.journey import Ended, Errand, Journey, JourneySettings
 from baton.router.link import WorkerLink
 from baton.router.load import LoadBook
+from baton.router.observe import Observers
 from baton.router.placement import load_policy
 from baton.router.prefix_index import PrefixIndex
 from baton.router.tokenizer import Tokenizer
@@ -44,6 +46,7 @@ class Router:
         queue = DispatchQueue(self.book, self.index, load_policy(settings.policy, Random()), settings, time.monotonic())
         self.dispatcher = Dispatcher(queue, self.book, time.monotonic)
         self.links: dict[str, WorkerLink] = {}
+        self.observers = Observers()
         self.draining = False
         self.ready = asyncio.Event()
         self.num_running = 0
@@ -96,6 +99,11 @@ class Router:
         router = self.config.router
         settings = JourneySettings(router.max_retries, router.handoff_timeout_s)
         return Journey(errand, self.dispatcher, self.links, self.book, hashes, settings, time.monotonic)
+
+    @property
+    def model_name(self) -> str:
+        """What HTTP clients and metrics call the model."""
+        return self.config.router.served_model_name or self.config.model
 
     def new_journey_id(self) -> str:
         """Unique in the cluster: the router's incarnation and a number."""

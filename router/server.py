@@ -1,6 +1,6 @@
-"""The router's gRPC server: its services, health and reflection, from open port to drained.
+"""The router's two servers: gRPC with its services, health and reflection, and HTTP; from open ports to drained.
 
-Owns: what listens on the port and what `grpc.health.v1` says. Refuses to know: requests, workers.
+Owns: what listens on the ports and what `grpc.health.v1` says. Refuses to know: requests, workers.
 
     bound, NOT_SERVING -> a request of its own went through: SERVING -> draining: NOT_SERVING -> stopped
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -18,8 +19,11 @@ from grpc_reflection.v1alpha import reflection
 from baton.proto import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from baton.router.cluster import ClusterService, Workforce
 from baton.router.config import RouterSettings
-from baton.router.gateway import InferenceService
+from baton.router.gateway import Gateway
+from baton.router.http.app import create_app
+from baton.router.http.server import HttpServer
 from baton.router.router import Router
+from baton.router.service import InferenceService
 from baton.router.status import UnreadableRequests
 
 log = logging.getLogger(__name__)
@@ -29,20 +33,40 @@ CLUSTER = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name
 
 
 class PortTaken(Exception):
-    """The router's port cannot be bound."""
+    """One of the router's ports cannot be bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where clients reach a router: host:port of each face."""
+
+    grpc: str
+    http: str
 
 
 class RouterServer:
-    """Serves one `Router` on its configured port."""
+    """Serves one `Router` on its configured ports."""
 
     def __init__(self, router: Router, workforce: Workforce) -> None:
         self._router = router
         self._workforce = workforce
+        self._gateway = Gateway(router)
         self._health = HealthServicer()
         self._server: grpc.aio.Server | None = None
+        self._http: HttpServer | None = None
 
-    async def open(self, settings: RouterSettings, patience_s: float = 0.0) -> str:
-        """Binds and starts; returns the address. Raises PortTaken if the port stays taken for `patience_s`."""
+    async def open(self, settings: RouterSettings, patience_s: float = 0.0) -> Addresses:
+        """Binds and starts both; returns their addresses. Raises PortTaken if a port stays taken for `patience_s`."""
+        grpc_address = await self._open_grpc(settings, patience_s)
+        try:
+            self._http = HttpServer(create_app(self._router, self._gateway, self._workforce))
+            http_address = await self._http.open(settings.host, settings.http_port, patience_s)
+        except OSError as error:
+            await self.close()
+            raise PortTaken(f"{settings.host}:{settings.http_port} cannot be bound: {error.strerror}") from error
+        return Addresses(grpc_address, http_address)
+
+    async def _open_grpc(self, settings: RouterSettings, patience_s: float) -> str:
         deadline = asyncio.get_running_loop().time() + patience_s
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         while True:
@@ -66,7 +90,7 @@ class RouterServer:
                 if asyncio.get_running_loop().time() >= deadline:
                     raise PortTaken(f"{host}:{settings.port} cannot be bound: is another process using it?") from error
                 await asyncio.sleep(0.1)
-        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(self._router), server)
+        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(self._gateway), server)
         cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterService(self._router, self._workforce), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (INFERENCE, CLUSTER, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -86,6 +110,8 @@ class RouterServer:
         return await self._router.drain(timeout_s)
 
     async def close(self, grace_s: float = 0.5) -> None:
+        if self._http is not None:
+            await self._http.close(grace_s)
         if self._server is not None:
             await self._server.stop(grace_s)
 

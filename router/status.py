@@ -19,12 +19,15 @@ from google.rpc import error_details_pb2, status_pb2
 
 from baton.proto.context import Context
 from baton.router.admission import FieldViolation
-from baton.router.journey import Failed, Trouble
+from baton.router.gateway import Refused
+from baton.router.journey import Trouble
 
 OUR_METHODS = "/baton."
 
 CODES = {
     Trouble.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    Trouble.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    Trouble.EXISTS: grpc.StatusCode.ALREADY_EXISTS,
     Trouble.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Trouble.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
     Trouble.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -44,17 +47,20 @@ async def refuse_fields(context: Context, violations: Sequence[FieldViolation]) 
     await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, message, detail)
 
 
-async def refuse_failed(context: Context, failed: Failed, request_id: str) -> NoReturn:
+async def refuse_call(context: Context, refused: Refused, request_id: str) -> NoReturn:
     """The trouble's code, with RetryInfo where waiting helps and the request's id where a person must look."""
+    if refused.violations:
+        await refuse_fields(context, refused.violations)
     details: list[Message] = []
-    if failed.retry_after_s is not None:
-        seconds = int(failed.retry_after_s)
-        delay = Duration(seconds=seconds, nanos=int((failed.retry_after_s - seconds) * 1e9))
+    if refused.retry_after_s is not None:
+        seconds = int(refused.retry_after_s)
+        delay = Duration(seconds=seconds, nanos=int((refused.retry_after_s - seconds) * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    if failed.trouble is Trouble.INTERNAL:
+    internal = refused.trouble is Trouble.INTERNAL
+    if internal:
         details.append(error_details_pb2.RequestInfo(request_id=request_id))
-    message = failed.message if failed.trouble is not Trouble.INTERNAL else f"request {request_id}: {failed.message}"
-    await refuse(context, CODES[failed.trouble], message, *details)
+    message = f"request {request_id}: {refused.message}" if internal else refused.message
+    await refuse(context, CODES[refused.trouble], message, *details)
 
 
 async def refuse(context: Context, code: grpc.StatusCode, message: str, *details: Message) -> NoReturn:

@@ -72,7 +72,8 @@ class SmallCluster:
         self.failures: list[BaseException] = []
         config = defaults(prefill=self.prefill, decode=self.decode, colocated=self.colocated)
         pools = tuple(replace(pool, engine=replace(pool.engine, block_size=self.block_size)) for pool in config.pools)
-        config = ClusterConfig("paper", pools, self.router_settings, self.transfer)
+        settings = replace(self.router_settings, http_port=0)
+        config = ClusterConfig("paper", pools, settings, self.transfer)
         self.router = Router(config, Tokenizer(self.model_dir))
         self.seats: dict[str, Seat] = {}
         counts = {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.COLOCATED: self.colocated}
@@ -80,7 +81,8 @@ class SmallCluster:
             for index in range(count):
                 await self.add(role, f"{role.value}-{index}")
         self.server = RouterServer(self.router, self)
-        self.address = await self.server.open(config.router)
+        addresses = await self.server.open(config.router)
+        self.address, self.http_address = addresses.grpc, addresses.http
         self.channel = grpc.aio.insecure_channel(self.address)
         self.inference = inference_pb2_grpc.InferenceStub(self.channel)
         self.cluster = cluster_pb2_grpc.ClusterStub(self.channel)

@@ -29,6 +29,7 @@ class RealCluster:
     config: ClusterConfig
     address: str
     handle: RouterHandle
+    http_address: str
 
     def status(self) -> cluster.ClusterStatus:
         with grpc.insecure_channel(self.address) as channel:
@@ -42,9 +43,9 @@ class RealCluster:
 def real_cluster(config: ClusterConfig, model_dir: Path) -> Iterator[RealCluster]:
     handle = start_router(config, model_dir, FACTORIES, namespace=f"test-{os.getpid()}-{next(_numbers)}")
     try:
-        address = handle.ready(120, threading.Event())
-        assert address is not None
-        yield RealCluster(config, address, handle)
+        addresses = handle.ready(120, threading.Event())
+        assert addresses is not None
+        yield RealCluster(config, addresses.grpc, handle, addresses.http)
     finally:
         handle.stop(0.0)
 

@@ -65,7 +65,7 @@ class SetUp:
         return ClusterConfig(
             str(model_dir),
             pools,
-            RouterSettings(port=0, binding=self.binding),
+            RouterSettings(port=0, http_port=0, binding=self.binding),
             TransferSettings(checksums="always"),
         )
 

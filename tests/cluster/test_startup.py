@@ -134,9 +134,12 @@ def _title(process: psutil.Process) -> str:
         return ""
 
 
+ANY_PORTS = ("--port", "0", "--http-port", "0")
+
+
 @pytest.fixture
 def serve() -> Iterator[object]:
-    """`serve("--port", "0", NAME="value")` starts one; it is gone at the end of the test, come what may."""
+    """`serve(*ANY_PORTS, NAME="value")` starts one; it is gone at the end of the test, come what may."""
     started: list[Serve] = []
 
     def start(*arguments: str, **environment: str) -> Serve:
@@ -175,10 +178,10 @@ class TestTrouble:
 
     def test_a_model_that_is_not_there_is_named(self, serve, tmp_path):
         missing = str(tmp_path / "no-such-model")
-        assert missing in refused(serve("--model", missing, "--port", "0"), 10)
+        assert missing in refused(serve("--model", missing, *ANY_PORTS), 10)
 
     def test_a_hub_model_that_cannot_be_had_is_told_in_one_line(self, serve, tmp_path):
-        one = serve("--model", "nobody/nothing", "--port", "0", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+        one = serve("--model", "nobody/nothing", *ANY_PORTS, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
         assert "nobody/nothing" in refused(one, 20)
 
     def test_a_port_that_is_taken_is_named(self, serve, model_dir):
@@ -195,7 +198,7 @@ class TestTrouble:
 
     def test_kv_pools_that_exceed_memory_are_told_with_both_sizes(self, serve, model_dir, tmp_path):
         path = cluster_file(tmp_path, model=model_dir, engine={"kv_cache_gib": 3000.0})
-        line = refused(serve(path, "--port", "0"), 10)
+        line = refused(serve(path, *ANY_PORTS), 10)
         assert "6000.0 GiB" in line
         assert "kv_cache_gib" in line
 
@@ -208,7 +211,7 @@ class TestTrouble:
             "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
             "sys.meta_path.insert(0, Blocker())\n"
         )
-        line = refused(serve("--model", model_dir, "--port", "0", PYTHONPATH=str(tmp_path)), 10)
+        line = refused(serve("--model", model_dir, *ANY_PORTS, PYTHONPATH=str(tmp_path)), 10)
         assert "nixl" in line
         assert "not installed" in line
 
@@ -229,17 +232,17 @@ class TestTroubleInAWorker:
         for name in ("nixl", "nixl_cu12", "nixl_cu13"):
             (tmp_path / name).mkdir()
             (tmp_path / name / "__init__.py").write_text("raise ImportError('libucp.so.0: no such file')\n")
-        line = refused(serve("--model", model_dir, "--port", "0", PYTHONPATH=str(tmp_path)), 60)
+        line = refused(serve("--model", model_dir, *ANY_PORTS, PYTHONPATH=str(tmp_path)), 60)
         assert "libucp.so.0" in line
 
     def test_more_blocks_than_memory_holds_are_told(self, serve, model_dir, tmp_path):
         path = cluster_file(tmp_path, model=model_dir, engine={"num_blocks": 1_000_000_000})
-        assert "GiB" in refused(serve(path, "--port", "0"), 60)
+        assert "GiB" in refused(serve(path, *ANY_PORTS), 60)
 
 
 class TestEnd:
     def test_serving_takes_seconds_and_ctrl_c_ends_it_with_0_and_leaves_nothing(self, serve, model_dir):
-        one = serve("--model", model_dir, "--port", "0")
+        one = serve("--model", model_dir, *ANY_PORTS)
         address = one.said("ready", 60).split()[2]
         took_s = time.monotonic() - one.began_s
         text = subprocess.run(
@@ -262,7 +265,7 @@ class TestEnd:
 
     @pytest.mark.parametrize("after_s", [0.0, 1.5, 4.0])
     def test_ctrl_c_while_it_starts_leaves_nothing(self, serve, model_dir, after_s):
-        one = serve("--model", model_dir, "--port", "0")
+        one = serve("--model", model_dir, *ANY_PORTS)
         one.said("starting", 20)
         time.sleep(after_s)  # no event of its own tells how far Ray has come: early, in the middle, late
         one.interrupt()
@@ -271,7 +274,7 @@ class TestEnd:
         assert one.errors == []
 
     def test_a_killed_launcher_takes_every_process_with_it(self, serve, model_dir):
-        one = serve("--model", model_dir, "--port", "0")
+        one = serve("--model", model_dir, *ANY_PORTS)
         one.said("ready", 60)
         assert len(one.look()) > 5
         one.process.kill()
@@ -293,7 +296,7 @@ def small_config(model_dir: str, decode: int = 1) -> ClusterConfig:
         )
         for pool in config.pools
     )
-    router = RouterSettings(port=0, drain_timeout_s=1.0)
+    router = RouterSettings(port=0, http_port=0, drain_timeout_s=1.0)
     return ClusterConfig(model_dir, pools, router, TransferSettings(checksums="always"))
 
 

@@ -10,7 +10,8 @@ from paper_model import PaperRunner, paper_output
 from small_cluster import SmallCluster
 
 from baton.proto import inference_pb2 as inference
-from baton.router.gateway import InferenceService
+from baton.router.gateway import Gateway
+from baton.router.observe import Call, Face
 
 
 @pytest.mark.parametrize("turns", range(6))
@@ -36,26 +37,20 @@ async def test_an_abort_ends_the_stream_however_early_or_late_it_comes(paper_dir
 
 async def test_an_abort_before_the_request_has_begun_to_run_ends_it(paper_dir):
     async with SmallCluster(paper_dir, PaperRunner) as small:
-        service, begin = InferenceService(small.router), small.router.begin
+        gateway, begin = Gateway(small.router), small.router.begin
 
         def abort_at_once() -> None:
             begin()
             # As Abort does, before the loop has turned to the request's task.
-            service._tasks["victim"].cancel()
+            assert gateway.abort("victim")
 
         small.router.begin = abort_at_once
         message = request([7] * 40, 50, request_id="victim")
         async with asyncio.timeout(5.0):
-            parts = [part async for part in service.Generate(message, NoDeadline())]
+            generation = await gateway.open(message, Call(Face.GRPC))
+            parts = [part async for part in generation.messages()]
         assert [part.finish.reason for part in parts] == [inference.FINISH_REASON_ABORTED]
         await until(lambda: small.router.num_running == 0, what="the end of the request")
-
-
-class NoDeadline:
-    """As much of a call's context as a request that succeeds looks at."""
-
-    def time_remaining(self) -> None:
-        return None
 
 
 async def test_a_first_token_that_is_the_last_is_no_failed_handoff(paper_dir):
