@@ -13,10 +13,10 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I src
 STAMP := .venv/.baton-$(shell { cat requirements.lock requirements-nodeps.lock pyproject.toml; pwd; } | cksum | tr ' ' -)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test lint proto bench venv clean
+.PHONY: help demo serve test test-browser lint proto bench venv clean
 
 help: ## Show this list.
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 demo: venv ## One prefill and one decode worker on this machine answer a question, then stop.
 	@$(BIN)/python -m baton.client.demo
@@ -32,6 +32,10 @@ ifeq ($(strip $(ARGS)),)
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
+
+# Its file is named so that pytest collects it only when it is asked to: other tests need nothing but this Makefile.
+test-browser: venv ## Look at the status page with Chromium, which has to be installed.
+	$(BIN)/python -m pytest tests/browser/look_at_cluster_page.py $(ARGS)
 
 lint: venv ## Check style, formatting, types, and that the generated protocol code is up to date.
 	$(BIN)/python -m ruff check .

@@ -5,7 +5,10 @@ definitions that vLLM uses:
 
     TTFT  first token's arrival minus send          TPOT  (E2E - TTFT) / (output tokens - 1), only above one token
     E2E   last token's arrival minus send           ITL   each gap between two token messages, of all requests
-    goodput  requests a second that met every objective that was set
+    goodput  requests a second that met every objective that was set       attainment  the share of requests that did
+
+A request is sent when it begins to ask for a connection. What arrives without tokens (an account of usage, an end) is
+no token message.
 
 Refuses to know: where the plan comes from (`baton.capacity.workload` by way of the command line), what kind of server
 answers, and how results are shown.
@@ -50,11 +53,20 @@ class ServedModel:
     token_ids: range
 
 
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one message of a stream tells. `num_tokens`: output tokens so far, as the server counts, which may correct
+    itself at the end. `has_tokens`: some of them are in this message."""
+
+    num_tokens: int
+    has_tokens: bool
+
+
 class Server(Protocol):
     async def model(self) -> ServedModel: ...
 
-    def stream(self, prompt: Sequence[int], output_tokens: int, seed: int) -> AsyncIterator[int]:
-        """Asks for exactly that many tokens; yields how many each message brings. Raises a BatonError."""
+    def stream(self, prompt: Sequence[int], output_tokens: int, seed: int) -> AsyncIterator[Message]:
+        """Asks for exactly that many tokens. Raises a BatonError."""
         ...
 
     async def close(self) -> None: ...
@@ -130,7 +142,11 @@ class Objectives:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Rates are over `duration_s`, from the first request's send to the last one's end. Latencies are in seconds."""
+    """Rates are over `duration_s`, from the first request's send to the last one's end. Latencies are in seconds.
+
+    `goodput_per_s` and `attainment` are None without an objective, the latter also without a request. A request that
+    failed met none.
+    """
 
     num_requests: int
     num_finished: int
@@ -146,7 +162,7 @@ class Report:
     slo_ttft_ms: float | None
     slo_tpot_ms: float | None
     goodput_per_s: float | None
-    attainment: float
+    attainment: float | None
     ttft: Distribution | None
     tpot: Distribution | None
     itl: Distribution | None
@@ -218,10 +234,10 @@ async def _measure(server: Server, job: Job, seed: int, started: float) -> Sampl
     error: BatonError | None = None
     sent_s = time.monotonic() - started
     try:
-        async for count in server.stream(job.prompt, job.output_tokens, seed):
-            if count:
+        async for message in server.stream(job.prompt, job.output_tokens, seed):
+            num_tokens = message.num_tokens
+            if message.has_tokens:
                 times.append(time.monotonic() - started)
-                num_tokens += count
     except BatonError as failure:
         error = failure
     if error is None and not times:
@@ -266,7 +282,7 @@ def summarize(work: Sequence[Job], samples: Sequence[Sample], objectives: Object
         slo_ttft_ms=objectives.ttft_ms,
         slo_tpot_ms=objectives.tpot_ms,
         goodput_per_s=good * per_second if has_objectives else None,
-        attainment=good / len(samples) if samples else 0.0,
+        attainment=good / len(samples) if has_objectives and samples else None,
         ttft=Distribution.of(sample.ttft_s for sample in finished),
         tpot=Distribution.of(sample.tpot_s for sample in finished if sample.tpot_s is not None),
         itl=Distribution.of(gaps),

@@ -19,7 +19,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from google.protobuf.message import Message
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -34,6 +33,7 @@ from baton.client.result import Result
 from baton.client.resume import Output
 from baton.client.servers import BadAddress, GrpcServer, OpenAIServer
 from baton.proto import cluster_pb2 as cluster
+from baton.proto.plain import plain
 
 _PLAIN_WIDTH = 120
 _BENCH_TIMEOUT_S = 600.0
@@ -102,6 +102,9 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     _add_sampling(parser)
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    grammar = parser.add_mutually_exclusive_group()
+    grammar.add_argument("--json-schema", metavar="SCHEMA", help="write JSON that fits a schema: itself, or its file")
+    grammar.add_argument("--regex", metavar="R", help="write text that matches an expression as a whole")
     _add_connection(parser)
     parser.set_defaults(command=_generate)
 
@@ -129,9 +132,9 @@ def _add_bench(commands: Any) -> None:
     parser.add_argument("--url", help="an OpenAI-style server to measure instead, http://host:port")
     names = ", ".join(workload.NAMES)
     parser.add_argument("--workload", default="chat", metavar="NAME", help=f"{names}, random:IN/OUT or fixed:IN/OUT")
-    parser.add_argument("--rate", type=_positive, default=math.inf, metavar="R", help="requests a second (default inf)")
-    parser.add_argument("--num-requests", type=_count, default=100, metavar="N")
-    parser.add_argument("--concurrency", type=_count, metavar="N", help="at most N requests at a time")
+    parser.add_argument("--rate", type=_rate, default=math.inf, metavar="R", help="requests a second (default inf)")
+    parser.add_argument("--num-requests", type=_positive_count, default=100, metavar="N")
+    parser.add_argument("--concurrency", type=_positive_count, metavar="N", help="at most N requests at a time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale-lengths", type=_positive, default=1.0, metavar="F", help="multiply all lengths by F")
     parser.add_argument("--slo-ttft-ms", type=_positive, metavar="MS", help="count requests that meet this as good")
@@ -171,24 +174,47 @@ def _sampling(options: argparse.Namespace) -> RequestOptions:
     return chosen
 
 
+def _schema(text: str) -> str:
+    """A schema is an object; what does not begin like one is the name of its file."""
+    return text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
+
+
 def _count(text: str) -> int:
-    number = int(text)
-    if not 0 <= number < 2**31:
-        raise argparse.ArgumentTypeError(f"{text} is not a count")
-    return number
+    return _whole_number(text, 0, 2**31 - 1)
+
+
+def _positive_count(text: str) -> int:
+    return _whole_number(text, 1, 2**31 - 1)
 
 
 def _port(text: str) -> int:
-    number = int(text)
-    if not 0 <= number < 2**16:
-        raise argparse.ArgumentTypeError(f"{text} is not a port")
+    return _whole_number(text, 0, 2**16 - 1)
+
+
+def _whole_number(text: str, low: int, high: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = low - 1
+    if not low <= number <= high:
+        raise argparse.ArgumentTypeError(f"is {text!r}, must be a whole number from {low} to {high}")
     return number
 
 
 def _positive(text: str) -> float:
-    number = float(text)
+    number = _rate(text)
+    if math.isinf(number):
+        raise argparse.ArgumentTypeError(f"is {text!r}, must be a finite number above 0")
+    return number
+
+
+def _rate(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
     if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        raise argparse.ArgumentTypeError(f"is {text!r}, must be a number above 0")
     return number
 
 
@@ -221,6 +247,10 @@ def _generate(options: argparse.Namespace) -> int:
     chosen = _sampling(options)
     if options.stop:
         chosen["stop"] = options.stop
+    if options.json_schema is not None:
+        chosen["json_schema"] = _schema(options.json_schema)
+    if options.regex is not None:
+        chosen["regex"] = options.regex
     with _client(options) as client:
         generation = (
             client.generate(messages=[{"role": "user", "content": text}], **chosen)
@@ -273,19 +303,20 @@ def _status(options: argparse.Namespace) -> int:
             if options.json or not out.is_terminal:
                 for status in statuses:
                     _show_status(status, options, out)
-                    out.print()
+                    if not options.json:
+                        out.print()
             else:
                 with Live(console=out, auto_refresh=False, screen=False) as live:
                     for status in statuses:
-                        live.update(console.status(status), refresh=True)
+                        live.update(console.Status(status), refresh=True)
     return 0
 
 
 def _show_status(status: cluster.ClusterStatus, options: argparse.Namespace, out: Console) -> None:
     if options.json:
-        _show(json.dumps(_plain(status)) + "\n")
+        _show(json.dumps(plain(status), separators=(",", ":")) + "\n")
     else:
-        out.print(console.status(status))
+        out.print(console.Status(status))
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -405,20 +436,6 @@ def _complain(error: BatonError) -> None:
         lines = [f"{error.message} (try again in {error.retry_after_s:.1f} s)"]
     for line in lines:
         print(f"baton: {line}", file=sys.stderr)
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    """A message as JSON has it: fields at their defaults included, numbers as numbers, absent messages as null."""
-    plain: dict[str, Any] = {}
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
-        if field.message_type is None:
-            plain[field.name] = list(value) if field.is_repeated else value
-        elif field.is_repeated:
-            plain[field.name] = [_plain(one) for one in value]
-        else:
-            plain[field.name] = _plain(value) if message.HasField(field.name) else None
-    return plain
 
 
 def _delta(output: Output) -> dict[str, Any]:

@@ -7,9 +7,12 @@ Refuses to know: where values come from, and whether a terminal or a file is wri
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from rich.console import Group, RenderableType
+from rich.columns import Columns
+from rich.console import Console as RichConsole
+from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -31,7 +34,9 @@ _STAGES = (
 )
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _BAR_CELLS = 24
-_USAGE_CELLS = 5
+_USAGE_CELLS, _WIDE_USAGE_CELLS = 5, 20
+_NARROW, _WIDE = 80, 130
+_MIN_REQUESTS, _MAX_REQUESTS = 3, 10
 _STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "lost": "red"}
 
 
@@ -104,15 +109,69 @@ def bar(share: float, cells: int) -> str:
 # --- the cluster ----------------------------------------------------------------------------------------------------
 
 
-def status(message: cluster.ClusterStatus) -> RenderableType:
-    """Router, pools and workers, one line each, within 80 columns. QUEUED counts tokens, MOVING hand-offs."""
-    table = _table(gap=1)
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How one part of a stacked bar is drawn: a sign of its own, so that it can be read without colours too."""
+
+    name: str
+    field: str
+    sign: str
+    style: str
+
+
+_BLOCKS = (
+    Mark("held", "held_blocks", "█", "dodger_blue2"),
+    Mark("lent", "lent_blocks", "▓", "orange_red1"),
+    Mark("quarantined", "quarantined_blocks", "x", "plum3"),
+    Mark("cached", "cached_blocks", "░", "sky_blue2"),
+)
+_REQUEST_STAGES = (
+    Mark("retry", "retry", "x", "bold"),
+    Mark("router wait", "router_wait", "·", "bright_black"),
+    Mark("prefill queue", "prefill_queue", "░", "yellow"),
+    Mark("prefill compute", "prefill_compute", "▓", "dark_orange"),
+    Mark("hand-off wait", "handoff_wait", "~", "plum3"),
+    Mark("hand-off transfer", "handoff_transfer", "=", "orange_red1"),
+    Mark("decode admission", "decode_admission", "+", "sky_blue2"),
+    Mark("decode", "decode", "█", "dodger_blue2"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Router, pools, workers and the last requests; as wide as the terminal, at least 80 columns, and no higher.
+
+    QUEUED counts prompt tokens, MOVING hand-offs. On a wide terminal workers show more.
+    """
+
+    message: cluster.ClusterStatus
+
+    def __rich_console__(self, terminal: RichConsole, options: ConsoleOptions) -> RenderResult:
+        message, width = self.message, max(options.max_width, _NARROW)
+        yield from _router(message)
+        yield Text()
+        yield _workers(message, is_wide=width >= _WIDE)
+        if width >= _WIDE:
+            yield _legend(_BLOCKS)
+        yield Text()
+        num_lines = 11 + len(message.pools) + sum(len(pool.workers) for pool in message.pools)
+        num_rows = max(_MIN_REQUESTS, terminal.height - num_lines) if terminal.is_terminal else _MAX_REQUESTS
+        if message.recent:
+            yield _recent(message.recent[:num_rows], width)
+            yield _legend(_REQUEST_STAGES)
+        else:
+            yield Text("no request has ended yet", style="dim")
+
+
+def _workers(message: cluster.ClusterStatus, is_wide: bool) -> Table:
+    table = _table(gap=2 if is_wide else 1)
     table.add_column("WORKER", no_wrap=True)
     table.add_column("STATE", no_wrap=True)
     for name in ("QUEUED", "RUN", "WAIT", "MOVING"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("KV USAGE", no_wrap=True)
-    table.add_column("STEP MS", justify="right", no_wrap=True)
+    for name in ("STEP MS", *(("TOKENS/S", "PROMPT/S", "PULLED", "MEMORY") if is_wide else ())):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("INCARN.", no_wrap=True)
     table.add_column("RESTARTS", justify="right", no_wrap=True)
     for pool in message.pools:
@@ -120,8 +179,8 @@ def status(message: cluster.ClusterStatus) -> RenderableType:
         name = pool.name if pool.name == pool.role else f"{pool.name} ({pool.role})"
         table.add_row(Text(f"{name} {ready}/{pool.size}", "bold"))
         for worker in pool.workers:
-            table.add_row(*_worker(worker))
-    return Group(*_router(message), Text(), table)
+            table.add_row(*_worker(worker, is_wide))
+    return table
 
 
 def _router(message: cluster.ClusterStatus) -> Iterable[Text]:
@@ -133,34 +192,102 @@ def _router(message: cluster.ClusterStatus) -> Iterable[Text]:
     yield head
     yield Text(
         f"{counted(router.running, 'request')} running, {router.queued:,} queued, {router.requests_total:,} in all, "
-        f"{counted(router.retries_total, 'retry', 'retries')}"
+        f"{counted(router.retries_total, 'retry', 'retries')}, {router.failed_total:,} failed, "
+        f"{router.refused_total:,} refused"
     )
 
 
-def _worker(worker: cluster.WorkerStatus) -> list[RenderableType]:
-    style = _STATE_STYLES.get(worker.state, "")
-    cells: list[RenderableType] = [f"  {worker.worker_id}", Text(worker.state, style)]
-    if worker.HasField("load"):
-        load = worker.load
-        cells += [
-            f"{load.queued_tokens:,}",
-            str(load.running),
-            str(load.waiting),
-            str(load.receiving + load.exported),
-            _kv_usage(load),
-            f"{load.step_s * 1e3:.1f}",
+def _worker(worker: cluster.WorkerStatus, is_wide: bool) -> list[RenderableType]:
+    cells: list[RenderableType] = [
+        Text(f"  {worker.worker_id}"),
+        Text(worker.state, _STATE_STYLES.get(worker.state, "")),
+    ]
+    load, pace = worker.load, worker.pace
+    figures: list[RenderableType] = [
+        f"{load.queued_tokens:,}",
+        str(load.running),
+        str(load.waiting),
+        str(load.receiving + load.exported),
+        _kv_usage(load, is_wide),
+        f"{load.step_s * 1e3:.1f}",
+    ]
+    if is_wide:
+        figures += [
+            f"{pace.tokens_per_s:,.0f}",
+            f"{pace.prompt_tokens_per_s:,.0f}",
+            size(load.counters.bytes_pulled),
+            size(worker.rss_bytes),
         ]
-    else:
-        cells += ["-"] * 6
+    cells += figures if worker.HasField("load") else ["-"] * len(figures)
     return [*cells, worker.incarnation[:8], str(worker.restarts)]
 
 
-def _kv_usage(load: wire.LoadReport) -> Text:
+def _kv_usage(load: wire.LoadReport, is_wide: bool) -> Text:
+    """The share in use; what is only cached is free to be taken."""
     if load.total_blocks == 0:
         return Text("-")
     share = 1 - load.free_blocks / load.total_blocks
     style = "red" if share > 0.9 else "yellow" if share > 0.7 else "green"
-    return Text.assemble((bar(share, _USAGE_CELLS), style), f" {share:4.0%}")
+    if not is_wide:
+        return Text.assemble((bar(share, _USAGE_CELLS), style), f" {share:4.0%}")
+    shares = [getattr(load, mark.field) / load.total_blocks for mark in _BLOCKS]
+    return Text.assemble(stacked(shares, _BLOCKS, _WIDE_USAGE_CELLS), (f" {share:4.0%}", style))
+
+
+def _recent(requests: Sequence[cluster.RecentRequest], width: int) -> Table:
+    table = _table(gap=1)
+    longest = max(request.timeline.total for request in requests) or 1.0
+    id_cells = 16 if width < _WIDE else 28
+    for name, cells in (("REQUEST", id_cells), ("OUTCOME", 9)):
+        table.add_column(name, width=cells, no_wrap=True)
+    for name, cells in (("PROMPT", 6), ("OUTPUT", 6), ("TTFT", 7), ("TOTAL", 7)):
+        table.add_column(name, width=cells, justify="right", no_wrap=True)
+    bar_cells = width - id_cells - 9 - 26 - 6
+    table.add_column(f"0 to {latency(longest)}", width=bar_cells, no_wrap=True)
+    for request in requests:
+        ended = request.timeline
+        shares = [getattr(ended, mark.field) / longest for mark in _REQUEST_STAGES]
+        is_well = request.outcome in ("stop", "length")
+        table.add_row(
+            Text(printable(request.request_id), overflow="ellipsis"),
+            Text(request.outcome, "green" if is_well else "yellow" if request.outcome == "aborted" else "red"),
+            f"{request.prompt_tokens:,}",
+            f"{request.completion_tokens:,}",
+            latency(request.ttft_s) if request.HasField("ttft_s") else "-",
+            latency(ended.total),
+            stacked(shares, _REQUEST_STAGES, bar_cells),
+        )
+    return table
+
+
+def _legend(marks: Sequence[Mark]) -> Columns:
+    return Columns([Text.assemble((mark.sign * 2, mark.style), (f" {mark.name}", "dim")) for mark in marks], (0, 2))
+
+
+def stacked(shares: Sequence[float], marks: Sequence[Mark], cells: int) -> Text:
+    """Parts one after another, each from where the sum of those before it falls on the cells: errors do not add up."""
+    text, share, edge = Text(), 0.0, 0
+    for part, mark in zip(shares, marks, strict=True):
+        share += part
+        end = min(round(share * cells), cells)
+        text.append(mark.sign * (end - edge), mark.style)
+        edge = end
+    text.append(" " * (cells - edge))
+    return text
+
+
+def latency(seconds: float) -> str:
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.1f} ms" if seconds < 0.09995 else f"{seconds * 1e3:.0f} ms"
+    return f"{seconds:.2f} s" if seconds < 99.995 else f"{seconds:.0f} s"
+
+
+def size(num_bytes: float) -> str:
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while num_bytes >= 1000 and len(units) > 1:
+        num_bytes /= 1024
+        del units[0]
+    return f"{num_bytes:.{0 if units[0] == 'B' or num_bytes >= 99.95 else 1}f} {units[0]}"
 
 
 def duration(seconds: float) -> str:

@@ -6,6 +6,7 @@ Refuses to know: which values are allowed. The router names each fault, and it a
 
 from __future__ import annotations
 
+import json
 import secrets
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,8 @@ class RequestOptions(TypedDict, total=False):
     """What may be said about a request besides its prompt.
 
     `ttft_ms` and `tpot_ms` are its service-level objectives. From `temperature` on these are the fields of
-    SamplingParams; what is absent takes the default documented in inference.proto.
+    SamplingParams; what is absent takes the default documented in inference.proto. The last five say what the output
+    must look like, and at most one of them may be given; a JSON schema is JSON or what becomes it.
     """
 
     request_id: str
@@ -47,10 +49,16 @@ class RequestOptions(TypedDict, total=False):
     prompt_logprobs: int
     logit_bias: Mapping[int, float]
     n: int
+    json_schema: str | Mapping[str, Any]
+    json_object: bool
+    regex: str
+    lark: str
+    choices: Sequence[str]
 
 
 _REQUEST_FIELDS = frozenset({"request_id", "priority", "session_id", "cache_salt", "adapter"})
 _SLO_FIELDS = frozenset({"ttft_ms", "tpot_ms"})
+_GRAMMAR_FIELDS = frozenset({"json_schema", "json_object", "regex", "lark", "choices"})
 
 
 def generate_request(
@@ -65,6 +73,8 @@ def generate_request(
     """
     if sum(given is not None for given in (prompt, token_ids, messages)) != 1:
         raise TypeError("a request takes exactly one of prompt, token_ids and messages")
+    if len(_GRAMMAR_FIELDS.intersection(options)) > 1:
+        raise TypeError(f"a request takes at most one of {', '.join(sorted(_GRAMMAR_FIELDS))}")
     request = inference.GenerateRequest()
     with _named("prompt"):
         if prompt is not None:
@@ -80,6 +90,8 @@ def generate_request(
                 setattr(request, name, value)
             elif name in _SLO_FIELDS:
                 setattr(request.slo, name, value)
+            elif name in _GRAMMAR_FIELDS:
+                request.sampling.grammar.CopyFrom(_grammar(name, value))
             else:
                 field: dict[str, Any] = {name: value}
                 request.sampling.MergeFrom(inference.SamplingParams(**field))
@@ -88,6 +100,15 @@ def generate_request(
     if not request.sampling.HasField("seed"):
         request.sampling.seed = secrets.randbits(63)
     return request
+
+
+def _grammar(name: str, value: Any) -> inference.Grammar:
+    if name == "choices":
+        return inference.Grammar(choices=inference.Choices(texts=value))
+    if name == "json_schema" and not isinstance(value, str):
+        value = json.dumps(value, ensure_ascii=False)
+    field: dict[str, Any] = {name: value}
+    return inference.Grammar(**field)
 
 
 @contextmanager

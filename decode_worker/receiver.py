@@ -21,8 +21,10 @@ from typing import Protocol
 from baton.decode_worker.incoming import Incoming, ProtocolError, WantedPull
 from baton.decode_worker.peer import PeerLink
 from baton.engine.clock import Clock
+from baton.engine.leg import HandoffTimes
+from baton.engine.metrics import WorkerMetrics
 from baton.engine.vital import Failed, vital
-from baton.engine.worker import HandoffTimes, TransferCounters
+from baton.engine.worker import TransferCounters
 from baton.kvtransfer.connector import Connector, Pull, PullEvent, PullState
 from baton.proto import worker_pb2 as wire
 from baton.proto.messages import ChunkNotice, HandoffSource, KvGeometry, Leg
@@ -63,8 +65,11 @@ class _Handoff:
     incoming: Incoming
     link: PeerLink
     final_s: float | None = None
+    first_pull_s: float | None = None
     last_pull_s: float | None = None
     transferred: int = 0
+    pulls: int = 0
+    bytes: int = 0
     dropped: bool = False
 
 
@@ -92,6 +97,7 @@ class Receiver:
         clock: Clock,
         strip: LandingStrip,
         failed: Failed,
+        metrics: WorkerMetrics,
     ) -> None:
         self._hello = wire.WatcherHello(worker_id=worker_id, incarnation=incarnation, geometry=geometry.to_wire())
         self._geometry = geometry
@@ -100,6 +106,7 @@ class Receiver:
         self._clock = clock
         self._strip = strip
         self._failed = failed
+        self._metrics = metrics
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._handoffs: dict[str, _Handoff] = {}
         self._by_source: dict[str, _Handoff] = {}
@@ -293,6 +300,8 @@ class Receiver:
             return
         now = self._clock()
         handoff.last_pull_s = now
+        if handoff.first_pull_s is None:
+            handoff.first_pull_s = now
         number = next(self._pull_numbers)
         self._pulls[number] = (handoff, wanted)
         self._pulls_started.set()
@@ -319,6 +328,9 @@ class Receiver:
                 self._counts.chunks += 1
                 self._counts.chunks_early += wanted.early
                 self._counts.bytes += event.num_bytes
+                handoff.pulls += 1
+                handoff.bytes += event.num_bytes
+                self._metrics.pulled(event.num_bytes, len(wanted.destination_blocks), event.seconds)
                 question = incoming.finished()
                 if question is not None and not handoff.dropped:
                     handoff.link.post(
@@ -348,7 +360,14 @@ class Receiver:
         now = self._clock()
         final_s = handoff.final_s if handoff.final_s is not None else now
         start_s = max(final_s, handoff.last_pull_s) if handoff.last_pull_s is not None else final_s
-        times = HandoffTimes(wait_s=start_s - final_s, transfer_s=now - start_s)
+        begun_s = handoff.first_pull_s if handoff.first_pull_s is not None else final_s
+        times = HandoffTimes(
+            wait_s=start_s - final_s,
+            transfer_s=now - start_s,
+            pulling_s=now - begun_s,
+            num_pulls=handoff.pulls,
+            num_bytes=handoff.bytes,
+        )
         del self._handoffs[incoming.sequence_id]
         del self._by_source[incoming.source.sequence_id]
         handoff.link.post(

@@ -1,4 +1,5 @@
-"""A decode worker: pulls KV from prefill workers and generates; also runs whole requests where it is co-located.
+"""A decode worker: pulls KV from prefill workers and generates; also runs whole requests where it is co-located, and
+those that need no prefill: further outputs of a prompt whose KV is here.
 
 Owns: the wiring of scheduler, runner, connector and receiver. Refuses to know: who chose it and why.
 """
@@ -9,8 +10,10 @@ import asyncio
 import time
 
 from baton.decode_worker.receiver import Receiver
+from baton.engine.leg import HandoffTimes
+from baton.engine.metrics import WorkerMetrics
 from baton.engine.vital import Failed
-from baton.engine.worker import HandoffTimes, ModelRunner, WorkerCore, new_incarnation
+from baton.engine.worker import ModelRunner, WorkerCore, new_incarnation
 from baton.kvtransfer.connector import KvPool, open_connector
 from baton.proto.messages import FailureKind, LegFailure, WorkerDescription
 from baton.proto.settings import WorkerSettings
@@ -27,7 +30,8 @@ class DecodeWorker:
     def __init__(self, settings: WorkerSettings, runner: ModelRunner, failed: Failed) -> None:
         self._connector = open_connector(settings.transfer)
         self._connector.attach(KvPool(runner.kv, runner.geometry))
-        incarnation = new_incarnation()
+        incarnation, name = new_incarnation(), self._connector.name
+        metrics = WorkerMetrics(settings, runner.description, incarnation, name)
         self._receiver = Receiver(
             settings.worker_id,
             incarnation,
@@ -37,10 +41,9 @@ class DecodeWorker:
             time.monotonic,
             self,
             failed,
+            metrics,
         )
-        self.core = WorkerCore(
-            settings, runner, self._receiver, incarnation, self._connector.name, time.monotonic, failed
-        )
+        self.core = WorkerCore(settings, runner, self._receiver, incarnation, name, time.monotonic, failed, metrics)
 
     async def start(self) -> WorkerDescription:
         """Opens the port and begins to serve, on the running event loop."""

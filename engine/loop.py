@@ -72,6 +72,7 @@ class StepLoop:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
         self.step_s = 0.0
+        self.last_step_s = 0.0
         self.last_turn_s = clock()
 
     def start(self) -> None:
@@ -119,6 +120,7 @@ class StepLoop:
             return bool(step.preempted or step.reserved)
         result = self._runner.run(step)
         end = self._clock()
-        self.step_s += 0.2 * (end - now - self.step_s)
+        self.last_step_s = end - now
+        self.step_s += 0.2 * (self.last_step_s - self.step_s)
         self._listener.committed(step, result, self._scheduler.commit(step, result, end), end)
         return True

@@ -21,6 +21,7 @@ from baton import __version__
 from baton.engine import kv_cache
 from baton.engine.checkpoint import model_name, resolve_model
 from baton.engine.description import ModelDescription
+from baton.engine.grammar import NO_LIMITS, Constrained, Grammars
 from baton.engine.layers import Batch, Decoder
 from baton.engine.models import llama, mistral, qwen2, qwen3
 from baton.engine.models.config import ModelConfig, UnsupportedModel, read_config
@@ -38,6 +39,7 @@ _LOADERS: dict[str, Callable[[ModelConfig, Weights], Decoder]] = {
     "qwen2": qwen2.load,
     "qwen3": qwen3.load,
 }
+_MASKS_S = 60.0  # the library bounds its work; one that hangs must not hang the worker
 _PROMPT_ROWS = 256  # rows of prompt logits that are in memory at a time
 _FINGERPRINT_ROWS = 16
 
@@ -76,6 +78,7 @@ class Runner:
             num_blocks=num_blocks,
             kv_bytes_per_token=kv_cache.kv_bytes_per_token(config, dtype),
         )
+        self._grammars = Grammars(path, config.vocab_size, config.eos_token_ids, settings.threads)
         self.geometry = KvGeometry(
             model=f"{name}@{config.digest}-{_fingerprint(self._decoder)}",
             version=__version__,
@@ -88,7 +91,10 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, step: Step) -> StepResult:
-        """Computes all chunks, leaves their KV in the pool, and samples for the chunks that reach their end."""
+        """Computes all chunks, leaves their KV in the pool, and samples for the chunks that reach their end.
+
+        Masks of constrained rows are filled beside it, by a thread that does not need the interpreter for long.
+        """
         chunks = step.chunks
         if not chunks:
             return StepResult([])
@@ -97,6 +103,10 @@ class Runner:
         first_rows = dict(zip(order, offsets, strict=True))
         sampling = [i for i in order if chunks[i].samples]
         scored = [i for i in order if _num_prompt_rows(chunks[i])]
+        constrained = [
+            _constrained(k, chunks[i]) for k, i in enumerate(sampling) if chunks[i].sequence.sampling.grammar
+        ]
+        masks = self._grammars.begin(constrained) if constrained else None
         rows = [first_rows[i] + chunks[i].num_tokens - 1 for i in sampling]
         for i in scored:
             rows.extend(range(first_rows[i], first_rows[i] + _num_prompt_rows(chunks[i])))
@@ -104,19 +114,23 @@ class Runner:
 
         token_ids = [-1] * len(chunks)
         logprobs: dict[int, Logprobs] = {}
+        limits = NO_LIMITS
         if sampling:
             logits = self._decoder.logits(hidden[: len(sampling)])
-            samples = sample(logits, [_row(chunks[i]) for i in sampling])
+            limits = masks.result(_MASKS_S) if masks is not None else NO_LIMITS
+            samples = sample(logits, [_row(chunks[i]) for i in sampling], limits.mask)
             for i, token_id in zip(sampling, samples.token_ids, strict=True):
                 token_ids[i] = token_id
             logprobs = {sampling[k]: Logprobs(sampled=entry) for k, entry in samples.logprobs.items()}
+            for k in limits.refused:
+                token_ids[sampling[k]] = min(chunks[sampling[k]].sequence.stop_token_ids)
         row = len(sampling)
         for i in scored:
             count = _num_prompt_rows(chunks[i])
             prompt = self._prompt_logprobs(chunks[i], hidden[row : row + count])
             logprobs[i] = Logprobs(sampled=logprobs[i].sampled if i in logprobs else None, prompt=prompt)
             row += count
-        return StepResult(token_ids, logprobs)
+        return StepResult(token_ids, logprobs, {sampling[k]: reason for k, reason in limits.refused.items()})
 
     def _batch(self, chunks: Sequence[Chunk]) -> tuple[Batch, list[int]]:
         """The chunks' tokens on one axis, and the row at which each chunk starts."""
@@ -165,6 +179,19 @@ def _num_prompt_rows(chunk: Chunk) -> int:
 def _row(chunk: Chunk) -> Row:
     sequence = chunk.sequence
     return Row(sequence.sampling, sequence.token_ids, sequence.num_prompt_tokens, chunk.start + chunk.num_tokens)
+
+
+def _constrained(row: int, chunk: Chunk) -> Constrained:
+    sequence = chunk.sequence
+    return Constrained(
+        row=row,
+        sequence_id=sequence.sequence_id,
+        grammar=sequence.sampling.grammar,
+        token_ids=sequence.token_ids,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_tokens=chunk.start + chunk.num_tokens,
+        stop_token_ids=sequence.stop_token_ids,
+    )
 
 
 def _max_model_len(config: ModelConfig, wanted: int) -> int:

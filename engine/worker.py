@@ -10,7 +10,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import grpc
@@ -20,7 +20,10 @@ from baton import __version__
 from baton.engine.clock import Clock
 from baton.engine.description import ModelDescription
 from baton.engine.desk import RouterDesk
+from baton.engine.leg import HandoffTimes, LegRecord
 from baton.engine.loop import StepLoop, StepRunner
+from baton.engine.metrics import WorkerMetrics
+from baton.engine.tracing import open_leg_tracer
 from baton.engine.vital import Failed
 from baton.proto import worker_pb2_grpc
 from baton.proto.messages import (
@@ -34,7 +37,6 @@ from baton.proto.messages import (
     Role,
     StageTimes,
     TokenBatch,
-    TokenLogprob,
     WorkerCounters,
     WorkerDescription,
 )
@@ -42,6 +44,8 @@ from baton.proto.settings import WorkerSettings
 from baton.scheduler.plan import Emitted, Logprobs, Progressed, Step, StepResult
 from baton.scheduler.scheduler import Refusal, Scheduler, SchedulerConfig
 from baton.scheduler.sequence import Sequence, State
+from baton.telemetry.metrics import Endpoint
+from baton.telemetry.tracing import FLUSH_S
 
 # A cut cable shows within about a second; pings are allowed while no call is in progress.
 KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -75,17 +79,14 @@ class TransferCounters:
     unknown_completions: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class HandoffTimes:
-    """Seconds from the final notice to the last pull's start, and from there to validated KV."""
-
-    wait_s: float = 0.0
-    transfer_s: float = 0.0
-
-
-# The part of a request that a worker runs by its role. A prefill worker's sequences never grow, so none is ever set
-# back while a decode worker waits for it.
-_LEGS = {Role.PREFILL: Leg.PREFILL, Role.DECODE: Leg.DECODE, Role.COLOCATED: Leg.WHOLE}
+# The parts of a request that a worker runs, by its role. A prefill worker's sequences never grow, so none is ever set
+# back while a decode worker waits for it. A decode worker takes a whole request only if it has the prompt's KV already;
+# its scheduler sees to that.
+_LEGS = {
+    Role.PREFILL: frozenset({Leg.PREFILL}),
+    Role.DECODE: frozenset({Leg.DECODE, Leg.WHOLE}),
+    Role.COLOCATED: frozenset({Leg.WHOLE}),
+}
 
 
 class ModelRunner(StepRunner, Protocol):
@@ -131,15 +132,6 @@ class HandoffSide(Protocol):
     def counters(self) -> TransferCounters: ...
 
 
-@dataclass(slots=True)
-class LegRecord:
-    """What one leg has to report when it ends."""
-
-    first_token_s: float | None = None
-    handoff: HandoffTimes = HandoffTimes()
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-
-
 class WorkerCore:
     """The part that prefill and decode workers share; a `LegHandler` for the desk and a `StepListener` for the loop.
 
@@ -155,6 +147,7 @@ class WorkerCore:
         connector_name: str,
         clock: Clock,
         failed: Failed,
+        metrics: WorkerMetrics,
     ) -> None:
         self.settings = settings
         self.runner = runner
@@ -162,6 +155,8 @@ class WorkerCore:
         self.clock = clock
         self._side = side
         self._connector_name = connector_name
+        self._metrics = metrics
+        self._endpoint = Endpoint(metrics) if settings.observability.worker_metrics else None
         self.scheduler = Scheduler(
             SchedulerConfig(
                 role=settings.role,
@@ -174,11 +169,13 @@ class WorkerCore:
         self.loop = StepLoop(self.scheduler, runner, self, clock, failed, settings.idle_report_s)
         self.desk = RouterDesk(self.describe, self, clock, failed)
         self._legs: dict[str, LegRecord] = {}
+        self._tracer = open_leg_tracer(settings, incarnation, connector_name)
         self._report_number = 0
         self._next_idle_report_s = 0.0
         self._server: grpc.aio.Server | None = None
         self._beat: asyncio.Task[None] | None = None
         self._address = ""
+        self._metrics_address = ""
 
     # --- event loop -----------------------------------------------------------------------------------------------
 
@@ -193,6 +190,8 @@ class WorkerCore:
         port = server.add_insecure_port(f"{shown}:0")
         await server.start()
         self._server, self._address = server, f"{shown}:{port}"
+        if self._endpoint is not None:
+            self._metrics_address = self._endpoint.open(host)
         self.desk.open(self.loop)
         self._beat = asyncio.create_task(self.desk.beat(self.settings.idle_report_s))
         self.loop.start()
@@ -206,6 +205,14 @@ class WorkerCore:
         if self._server is not None:
             await self._server.stop(grace_s)
         await asyncio.to_thread(self.loop.stop)
+        if self._tracer is not None:
+            for sequence_id, record in list(self._legs.items()):
+                sequence = self.scheduler.get(sequence_id)
+                if sequence is not None:
+                    self._trace(sequence, record, self.clock(), "stopped")
+            await asyncio.to_thread(self._tracer.close, FLUSH_S)
+        if self._endpoint is not None:
+            await asyncio.to_thread(self._endpoint.close)
 
     def describe(self) -> WorkerDescription:
         model, settings = self.runner.description, self.settings
@@ -226,6 +233,7 @@ class WorkerCore:
             version=__version__,
             kv_bytes_per_token=model.kv_bytes_per_token,
             pid=os.getpid(),
+            metrics_address=self._metrics_address,
         )
 
     # --- step loop: what routers ask --------------------------------------------------------------------------------
@@ -242,27 +250,40 @@ class WorkerCore:
     def _wrong(self, request: Request) -> str:
         """What would break a step or a hand-off later on; empty if nothing would."""
         model, sampling = self.runner.description, request.sampling
-        if request.leg is not _LEGS[self.settings.role]:
+        if request.leg not in _LEGS[self.settings.role]:
             return f"a {request.leg.name} leg on a {self.settings.role.value} worker"
         if request.leg is Leg.DECODE and request.source is None:
             return "a decode leg without a source"
         low, high = min(request.token_ids, default=0), max(request.token_ids, default=0)
         if low < 0 or high >= model.vocab_size:
             return f"token ids from {low} to {high} of a vocabulary of {model.vocab_size}"
+        if sampling.grammar and (sampling.min_tokens or not sampling.stop_token_ids):
+            return "a grammar for an output that may not end with it"
         if not all(0 <= (count or 0) <= model.vocab_size for count in (sampling.logprobs, sampling.prompt_logprobs)):
             return f"log-probabilities of {sampling.logprobs} and {sampling.prompt_logprobs} tokens each"
         return ""
 
     def abort(self, sequence_id: str) -> None:
-        sequence = self.scheduler.abort(sequence_id, self.clock())
-        self._legs.pop(sequence_id, None)
-        if sequence is not None:
-            self._side.ended(sequence)
+        self._give_up(sequence_id, None)
 
     def fail(self, failure: LegFailure) -> None:
         """Ends a leg that cannot go on, and tells its router."""
-        self.abort(failure.sequence_id)
+        self._give_up(failure.sequence_id, failure)
         self.desk.fail(failure)
+
+    def _give_up(self, sequence_id: str, failure: LegFailure | None) -> None:
+        now = self.clock()
+        sequence, record = self.scheduler.abort(sequence_id, now), self._legs.pop(sequence_id, None)
+        if sequence is None:
+            return
+        if record is not None:
+            outcome = "aborted" if failure is None else failure.kind.name.lower()
+            self._trace(sequence, record, now, outcome, failure.message if failure is not None else None)
+        self._side.ended(sequence)
+
+    def _trace(self, sequence: Sequence, record: LegRecord, now: float, outcome: str, error: str | None = None) -> None:
+        if self._tracer is not None and sequence.request.traceparent:
+            self._tracer.ended(sequence, record, now, outcome, error)
 
     def land(
         self, sequence_id: str, next_token: int, num_transferred_tokens: int, landed_s: float, times: HandoffTimes
@@ -274,20 +295,23 @@ class WorkerCore:
             self.scheduler.settle(sequence_id)
             return
         self._legs[sequence_id].handoff = times
+        self._metrics.staged("handoff_wait", times.wait_s)
+        self._metrics.staged("handoff_transfer", times.transfer_s)
         if sequence.finish_reason is not None:
             self._emit(Emitted(sequence, next_token, sequence.finish_reason), None, landed_s)
 
     def release(self, sequence_id: str) -> None:
         """Ends a prefill leg whose KV has been fetched; its blocks stay in the prefix cache."""
-        if self.scheduler.release(sequence_id, self.clock()):
-            self._legs.pop(sequence_id, None)
+        now, sequence = self.clock(), self.scheduler.get(sequence_id)
+        if sequence is not None and self.scheduler.release(sequence_id, now):
+            self._trace(sequence, self._legs.pop(sequence_id), now, "handed over")
             self.desk.forget(sequence_id)
 
     def load(self) -> LoadReport:
         self._report_number += 1
         load, counters = self.scheduler.load(), self.scheduler.counters
         moved = self._side.counters()
-        return LoadReport(
+        report = LoadReport(
             worker_id=self.settings.worker_id,
             incarnation=self.incarnation,
             role=self.settings.role,
@@ -329,6 +353,8 @@ class WorkerCore:
                 prefix_hits=counters.prefix_hits,
             ),
         )
+        self._metrics.reported(report)
+        return report
 
     # --- step loop: what became of a step -------------------------------------------------------------------------
 
@@ -344,6 +370,7 @@ class WorkerCore:
             self.desk.flush(now)
 
     def committed(self, step: Step, result: StepResult, events: list[Emitted | Progressed], now: float) -> None:
+        self._metrics.stepped(step.num_tokens, self.loop.last_step_s)
         logprobs: dict[str, Logprobs] = {}
         for index, entry in result.logprobs.items():
             sequence = step.chunks[index].sequence
@@ -351,12 +378,21 @@ class WorkerCore:
             if entry.prompt and sequence.sequence_id in self._legs:
                 # From the chunk's start on: a preempted sequence computes its prompt again.
                 self._legs[sequence.sequence_id].prompt_logprobs[step.chunks[index].start :] = entry.prompt
+        refused = {step.chunks[index].sequence.sequence_id: reason for index, reason in result.refused.items()}
         for event in events:
-            if isinstance(event, Emitted):
+            if isinstance(event, Emitted) and event.sequence.sequence_id in refused:
+                self._refuse(event.sequence, refused[event.sequence.sequence_id], now)
+            elif isinstance(event, Emitted):
                 self._emit(event, logprobs.get(event.sequence.sequence_id), now)
             elif event.sequence.state is State.RUNNING:
                 self._side.progressed(event.sequence, event.num_tokens)
         self.desk.flush(now)
+
+    def _refuse(self, sequence: Sequence, reason: str, now: float) -> None:
+        """Nothing may follow its output. The scheduler has ended it; its router hears why, instead of a token."""
+        self._trace(sequence, self._legs.pop(sequence.sequence_id), now, "refused", reason)
+        self._side.ended(sequence)
+        self.desk.fail(LegFailure(sequence.sequence_id, FailureKind.REFUSED, reason))
 
     def _emit(self, event: Emitted, logprobs: Logprobs | None, now: float) -> None:
         sequence = event.sequence
@@ -365,6 +401,9 @@ class WorkerCore:
         if first:
             record.first_token_s = now
         ended = sequence.state is not State.RUNNING
+        summary = self._summary(sequence, record, now) if first or ended else None
+        if summary is not None:
+            self._tell_stages(sequence.request.leg, summary.times, first, ended)
         batch = TokenBatch(
             sequence_id=sequence.sequence_id,
             first_index=sequence.num_output_tokens - 1,
@@ -372,7 +411,7 @@ class WorkerCore:
             logprobs=(logprobs.sampled,) if logprobs is not None and logprobs.sampled is not None else (),
             prompt_logprobs=tuple(record.prompt_logprobs) if first else (),
             finish_reason=event.finish,
-            summary=self._summary(sequence, record, now) if first or ended else None,
+            summary=summary,
         )
         if sequence.state is State.EXPORTED:
             # The router keeps its hold on the leg: an abort must still reach the lent blocks.
@@ -382,7 +421,18 @@ class WorkerCore:
         self.desk.emit(batch, ended=ended)
         if ended:
             del self._legs[sequence.sequence_id]
+            self._trace(sequence, record, now, event.finish.name.lower() if event.finish is not None else "")
             self._side.ended(sequence)
+
+    def _tell_stages(self, leg: Leg, times: StageTimes, first: bool, ended: bool) -> None:
+        """Counts a stage when it is over: a leg whose router has found a stop string is aborted and tells no more."""
+        if first and leg is Leg.DECODE:
+            self._metrics.staged("decode_admission", times.decode_admission)
+        elif first:
+            self._metrics.staged("prefill_queue", times.prefill_queue)
+            self._metrics.staged("prefill_compute", times.prefill_compute)
+        if ended and leg is not Leg.PREFILL:
+            self._metrics.staged("decode", times.decode)
 
     def _summary(self, sequence: Sequence, record: LegRecord, now: float) -> LegSummary:
         assert record.first_token_s is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from baton.engine.metrics import WorkerMetrics
 from baton.engine.vital import Failed, vital
 from baton.engine.worker import ModelRunner, WorkerCore, new_incarnation
 from baton.kvtransfer.connector import KvPool, open_connector
@@ -39,9 +40,9 @@ class PrefillWorker:
             self._release,
             self._expire,
         )
-        self.core = WorkerCore(
-            settings, runner, self._lender, new_incarnation(), self._connector.name, time.monotonic, failed
-        )
+        incarnation, name = new_incarnation(), self._connector.name
+        metrics = WorkerMetrics(settings, runner.description, incarnation, name)
+        self.core = WorkerCore(settings, runner, self._lender, incarnation, name, time.monotonic, failed, metrics)
         self._service = HandoffService(
             settings.worker_id,
             self.core.incarnation,

@@ -22,40 +22,45 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from baton.proto import inference_pb2 as baton_dot_proto_dot_inference__pb2
 from baton.proto import worker_pb2 as baton_dot_proto_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/proto/cluster.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/proto/worker.proto\"\x12\n\x10GetStatusRequest\"(\n\x12WatchStatusRequest\x12\x12\n\ninterval_s\x18\x01 \x01(\x01\"\xef\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\r\n\x05state\x18\x06 \x01(\t\x12\"\n\x04load\x18\x07 \x01(\x0b\x32\x14.baton.v1.LoadReport\x12\x12\n\nload_age_s\x18\x08 \x01(\x01\x12\x11\n\tin_flight\x18\t \x01(\x05\x12\x10\n\x08restarts\x18\n \x01(\x05\x12\x11\n\trss_bytes\x18\x0b \x01(\x03\x12\x0b\n\x03pid\x18\x0c \x01(\x05\"_\n\nPoolStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04size\x18\x03 \x01(\x05\x12\'\n\x07workers\x18\x04 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\"\xb7\x01\n\x0cRouterStatus\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0e\n\x06queued\x18\x02 \x01(\x05\x12\x0f\n\x07running\x18\x03 \x01(\x05\x12\x16\n\x0erequests_total\x18\x04 \x01(\x03\x12\x15\n\rretries_total\x18\x05 \x01(\x03\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x10\n\x08uptime_s\x18\x07 \x01(\x01\x12\x11\n\trss_bytes\x18\x08 \x01(\x03\x12\x0b\n\x03pid\x18\t \x01(\x05\"k\n\rClusterStatus\x12\r\n\x05model\x18\x01 \x01(\t\x12&\n\x06router\x18\x02 \x01(\x0b\x32\x16.baton.v1.RouterStatus\x12#\n\x05pools\x18\x03 \x03(\x0b\x32\x14.baton.v1.PoolStatus\"4\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\"\x1e\n\rDrainResponse\x12\r\n\x05moved\x18\x01 \x01(\x05\"1\n\x0eSetRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\"\x11\n\x0fSetRoleResponse\"*\n\x0cScaleRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x05\"\x1d\n\rScaleResponse\x12\x0c\n\x04size\x18\x01 \x01(\x05\x32\xc7\x02\n\x07\x43luster\x12@\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x17.baton.v1.ClusterStatus\x12\x46\n\x0bWatchStatus\x12\x1c.baton.v1.WatchStatusRequest\x1a\x17.baton.v1.ClusterStatus0\x01\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12>\n\x07SetRole\x12\x18.baton.v1.SetRoleRequest\x1a\x19.baton.v1.SetRoleResponse\x12\x38\n\x05Scale\x12\x16.baton.v1.ScaleRequest\x1a\x17.baton.v1.ScaleResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/proto/cluster.proto\x12\x08\x62\x61ton.v1\x1a\x1b\x62\x61ton/proto/inference.proto\x1a\x18\x62\x61ton/proto/worker.proto\"\x12\n\x10GetStatusRequest\"(\n\x12WatchStatusRequest\x12\x12\n\ninterval_s\x18\x01 \x01(\x01\"\x83\x01\n\nWorkerPace\x12\x10\n\x08window_s\x18\x01 \x01(\x01\x12\x1b\n\x13prompt_tokens_per_s\x18\x02 \x01(\x01\x12\x14\n\x0ctokens_per_s\x18\x03 \x01(\x01\x12\x1a\n\x12pulled_bytes_per_s\x18\x04 \x01(\x01\x12\x14\n\x0c\x62udget_share\x18\x05 \x01(\x01\"\xf3\x02\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\r\n\x05state\x18\x06 \x01(\t\x12\"\n\x04load\x18\x07 \x01(\x0b\x32\x14.baton.v1.LoadReport\x12\x12\n\nload_age_s\x18\x08 \x01(\x01\x12\x11\n\tin_flight\x18\t \x01(\x05\x12\x10\n\x08restarts\x18\n \x01(\x05\x12\x11\n\trss_bytes\x18\x0b \x01(\x03\x12\x0b\n\x03pid\x18\x0c \x01(\x05\x12\"\n\x04pace\x18\r \x01(\x0b\x32\x14.baton.v1.WorkerPace\x12\x12\n\nblock_size\x18\x0e \x01(\x05\x12\x1a\n\x12kv_bytes_per_token\x18\x0f \x01(\x03\x12\x1b\n\x13queue_budget_tokens\x18\x10 \x01(\x03\x12\x11\n\tconnector\x18\x11 \x01(\t\"_\n\nPoolStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04size\x18\x03 \x01(\x05\x12\'\n\x07workers\x18\x04 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\"\xb3\x02\n\x0cRouterStatus\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0e\n\x06queued\x18\x02 \x01(\x05\x12\x0f\n\x07running\x18\x03 \x01(\x05\x12\x16\n\x0erequests_total\x18\x04 \x01(\x03\x12\x15\n\rretries_total\x18\x05 \x01(\x03\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x10\n\x08uptime_s\x18\x07 \x01(\x01\x12\x11\n\trss_bytes\x18\x08 \x01(\x03\x12\x0b\n\x03pid\x18\t \x01(\x05\x12\x15\n\rqueued_tokens\x18\n \x01(\x03\x12\x1b\n\x13max_queued_requests\x18\x0b \x01(\x05\x12\x19\n\x11max_queued_tokens\x18\x0c \x01(\x03\x12\x15\n\rrefused_total\x18\r \x01(\x03\x12\x14\n\x0c\x66\x61iled_total\x18\x0e \x01(\x03\"\xa0\x03\n\rRecentRequest\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04\x66\x61\x63\x65\x18\x03 \x01(\t\x12\x0f\n\x07outcome\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x13\n\x0bnum_outputs\x18\x06 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x07 \x01(\x05\x12\x15\n\rcached_tokens\x18\x08 \x01(\x05\x12\x1a\n\x12transferred_tokens\x18\t \x01(\x05\x12\x19\n\x11recomputed_tokens\x18\n \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x0b \x01(\x05\x12\x16\n\x0eprefill_worker\x18\x0c \x01(\t\x12\x15\n\rdecode_worker\x18\r \x01(\t\x12\x11\n\tconnector\x18\x0e \x01(\t\x12\x0f\n\x07retries\x18\x0f \x01(\x05\x12\x13\n\x06ttft_s\x18\x10 \x01(\x01H\x00\x88\x01\x01\x12$\n\x08timeline\x18\x11 \x01(\x0b\x32\x12.baton.v1.Timeline\x12\r\n\x05\x61ge_s\x18\x12 \x01(\x01\x42\t\n\x07_ttft_s\"\xa5\x01\n\rClusterStatus\x12\r\n\x05model\x18\x01 \x01(\t\x12&\n\x06router\x18\x02 \x01(\x0b\x32\x16.baton.v1.RouterStatus\x12#\n\x05pools\x18\x03 \x03(\x0b\x32\x14.baton.v1.PoolStatus\x12\'\n\x06recent\x18\x04 \x03(\x0b\x32\x17.baton.v1.RecentRequest\x12\x0f\n\x07version\x18\x05 \x01(\t\"4\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\"\x1e\n\rDrainResponse\x12\r\n\x05moved\x18\x01 \x01(\x05\"1\n\x0eSetRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\"\x11\n\x0fSetRoleResponse\"*\n\x0cScaleRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x05\"\x1d\n\rScaleResponse\x12\x0c\n\x04size\x18\x01 \x01(\x05\x32\xc7\x02\n\x07\x43luster\x12@\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x17.baton.v1.ClusterStatus\x12\x46\n\x0bWatchStatus\x12\x1c.baton.v1.WatchStatusRequest\x1a\x17.baton.v1.ClusterStatus0\x01\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12>\n\x07SetRole\x12\x18.baton.v1.SetRoleRequest\x1a\x19.baton.v1.SetRoleResponse\x12\x38\n\x05Scale\x12\x16.baton.v1.ScaleRequest\x1a\x17.baton.v1.ScaleResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.proto.cluster_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETSTATUSREQUEST']._serialized_start=65
-  _globals['_GETSTATUSREQUEST']._serialized_end=83
-  _globals['_WATCHSTATUSREQUEST']._serialized_start=85
-  _globals['_WATCHSTATUSREQUEST']._serialized_end=125
-  _globals['_WORKERSTATUS']._serialized_start=128
-  _globals['_WORKERSTATUS']._serialized_end=367
-  _globals['_POOLSTATUS']._serialized_start=369
-  _globals['_POOLSTATUS']._serialized_end=464
-  _globals['_ROUTERSTATUS']._serialized_start=467
-  _globals['_ROUTERSTATUS']._serialized_end=650
-  _globals['_CLUSTERSTATUS']._serialized_start=652
-  _globals['_CLUSTERSTATUS']._serialized_end=759
-  _globals['_DRAINREQUEST']._serialized_start=761
-  _globals['_DRAINREQUEST']._serialized_end=813
-  _globals['_DRAINRESPONSE']._serialized_start=815
-  _globals['_DRAINRESPONSE']._serialized_end=845
-  _globals['_SETROLEREQUEST']._serialized_start=847
-  _globals['_SETROLEREQUEST']._serialized_end=896
-  _globals['_SETROLERESPONSE']._serialized_start=898
-  _globals['_SETROLERESPONSE']._serialized_end=915
-  _globals['_SCALEREQUEST']._serialized_start=917
-  _globals['_SCALEREQUEST']._serialized_end=959
-  _globals['_SCALERESPONSE']._serialized_start=961
-  _globals['_SCALERESPONSE']._serialized_end=990
-  _globals['_CLUSTER']._serialized_start=993
-  _globals['_CLUSTER']._serialized_end=1320
+  _globals['_GETSTATUSREQUEST']._serialized_start=94
+  _globals['_GETSTATUSREQUEST']._serialized_end=112
+  _globals['_WATCHSTATUSREQUEST']._serialized_start=114
+  _globals['_WATCHSTATUSREQUEST']._serialized_end=154
+  _globals['_WORKERPACE']._serialized_start=157
+  _globals['_WORKERPACE']._serialized_end=288
+  _globals['_WORKERSTATUS']._serialized_start=291
+  _globals['_WORKERSTATUS']._serialized_end=662
+  _globals['_POOLSTATUS']._serialized_start=664
+  _globals['_POOLSTATUS']._serialized_end=759
+  _globals['_ROUTERSTATUS']._serialized_start=762
+  _globals['_ROUTERSTATUS']._serialized_end=1069
+  _globals['_RECENTREQUEST']._serialized_start=1072
+  _globals['_RECENTREQUEST']._serialized_end=1488
+  _globals['_CLUSTERSTATUS']._serialized_start=1491
+  _globals['_CLUSTERSTATUS']._serialized_end=1656
+  _globals['_DRAINREQUEST']._serialized_start=1658
+  _globals['_DRAINREQUEST']._serialized_end=1710
+  _globals['_DRAINRESPONSE']._serialized_start=1712
+  _globals['_DRAINRESPONSE']._serialized_end=1742
+  _globals['_SETROLEREQUEST']._serialized_start=1744
+  _globals['_SETROLEREQUEST']._serialized_end=1793
+  _globals['_SETROLERESPONSE']._serialized_start=1795
+  _globals['_SETROLERESPONSE']._serialized_end=1812
+  _globals['_SCALEREQUEST']._serialized_start=1814
+  _globals['_SCALEREQUEST']._serialized_end=1856
+  _globals['_SCALERESPONSE']._serialized_start=1858
+  _globals['_SCALERESPONSE']._serialized_end=1887
+  _globals['_CLUSTER']._serialized_start=1890
+  _globals['_CLUSTER']._serialized_end=2217
 # @@protoc_insertion_point(module_scope)

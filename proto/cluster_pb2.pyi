@@ -1,3 +1,4 @@
+from baton.proto import inference_pb2 as _inference_pb2
 from baton.proto import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -17,8 +18,22 @@ class WatchStatusRequest(_message.Message):
     interval_s: float
     def __init__(self, interval_s: _Optional[float] = ...) -> None: ...
 
+class WorkerPace(_message.Message):
+    __slots__ = ("window_s", "prompt_tokens_per_s", "tokens_per_s", "pulled_bytes_per_s", "budget_share")
+    WINDOW_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PULLED_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_SHARE_FIELD_NUMBER: _ClassVar[int]
+    window_s: float
+    prompt_tokens_per_s: float
+    tokens_per_s: float
+    pulled_bytes_per_s: float
+    budget_share: float
+    def __init__(self, window_s: _Optional[float] = ..., prompt_tokens_per_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., pulled_bytes_per_s: _Optional[float] = ..., budget_share: _Optional[float] = ...) -> None: ...
+
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "pool", "role", "incarnation", "address", "state", "load", "load_age_s", "in_flight", "restarts", "rss_bytes", "pid")
+    __slots__ = ("worker_id", "pool", "role", "incarnation", "address", "state", "load", "load_age_s", "in_flight", "restarts", "rss_bytes", "pid", "pace", "block_size", "kv_bytes_per_token", "queue_budget_tokens", "connector")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +46,11 @@ class WorkerStatus(_message.Message):
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    PACE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_BUDGET_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONNECTOR_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     pool: str
     role: str
@@ -43,7 +63,12 @@ class WorkerStatus(_message.Message):
     restarts: int
     rss_bytes: int
     pid: int
-    def __init__(self, worker_id: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.LoadReport, _Mapping]] = ..., load_age_s: _Optional[float] = ..., in_flight: _Optional[int] = ..., restarts: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+    pace: WorkerPace
+    block_size: int
+    kv_bytes_per_token: int
+    queue_budget_tokens: int
+    connector: str
+    def __init__(self, worker_id: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.LoadReport, _Mapping]] = ..., load_age_s: _Optional[float] = ..., in_flight: _Optional[int] = ..., restarts: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., pid: _Optional[int] = ..., pace: _Optional[_Union[WorkerPace, _Mapping]] = ..., block_size: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., queue_budget_tokens: _Optional[int] = ..., connector: _Optional[str] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("name", "role", "size", "workers")
@@ -58,7 +83,7 @@ class PoolStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., size: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ...) -> None: ...
 
 class RouterStatus(_message.Message):
-    __slots__ = ("incarnation", "queued", "running", "requests_total", "retries_total", "draining", "uptime_s", "rss_bytes", "pid")
+    __slots__ = ("incarnation", "queued", "running", "requests_total", "retries_total", "draining", "uptime_s", "rss_bytes", "pid", "queued_tokens", "max_queued_requests", "max_queued_tokens", "refused_total", "failed_total")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +93,11 @@ class RouterStatus(_message.Message):
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    FAILED_TOTAL_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     queued: int
     running: int
@@ -77,17 +107,66 @@ class RouterStatus(_message.Message):
     uptime_s: float
     rss_bytes: int
     pid: int
-    def __init__(self, incarnation: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., requests_total: _Optional[int] = ..., retries_total: _Optional[int] = ..., draining: _Optional[bool] = ..., uptime_s: _Optional[float] = ..., rss_bytes: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+    queued_tokens: int
+    max_queued_requests: int
+    max_queued_tokens: int
+    refused_total: int
+    failed_total: int
+    def __init__(self, incarnation: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., requests_total: _Optional[int] = ..., retries_total: _Optional[int] = ..., draining: _Optional[bool] = ..., uptime_s: _Optional[float] = ..., rss_bytes: _Optional[int] = ..., pid: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., refused_total: _Optional[int] = ..., failed_total: _Optional[int] = ...) -> None: ...
+
+class RecentRequest(_message.Message):
+    __slots__ = ("number", "request_id", "face", "outcome", "message", "num_outputs", "prompt_tokens", "cached_tokens", "transferred_tokens", "recomputed_tokens", "completion_tokens", "prefill_worker", "decode_worker", "connector", "retries", "ttft_s", "timeline", "age_s")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    FACE_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERRED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    CONNECTOR_FIELD_NUMBER: _ClassVar[int]
+    RETRIES_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    request_id: str
+    face: str
+    outcome: str
+    message: str
+    num_outputs: int
+    prompt_tokens: int
+    cached_tokens: int
+    transferred_tokens: int
+    recomputed_tokens: int
+    completion_tokens: int
+    prefill_worker: str
+    decode_worker: str
+    connector: str
+    retries: int
+    ttft_s: float
+    timeline: _inference_pb2.Timeline
+    age_s: float
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., face: _Optional[str] = ..., outcome: _Optional[str] = ..., message: _Optional[str] = ..., num_outputs: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., transferred_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., connector: _Optional[str] = ..., retries: _Optional[int] = ..., ttft_s: _Optional[float] = ..., timeline: _Optional[_Union[_inference_pb2.Timeline, _Mapping]] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("model", "router", "pools")
+    __slots__ = ("model", "router", "pools", "recent", "version")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
+    RECENT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     model: str
     router: RouterStatus
     pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
-    def __init__(self, model: _Optional[str] = ..., router: _Optional[_Union[RouterStatus, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ...) -> None: ...
+    recent: _containers.RepeatedCompositeFieldContainer[RecentRequest]
+    version: str
+    def __init__(self, model: _Optional[str] = ..., router: _Optional[_Union[RouterStatus, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[RecentRequest, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("worker_id", "timeout_s")

@@ -331,8 +331,8 @@ class TokenBatch:
             sequence_id=message.sequence_id,
             first_index=message.first_index,
             token_ids=tuple(message.token_ids),
-            logprobs=tuple(TokenLogprob.from_wire(entry) for entry in message.logprobs),
-            prompt_logprobs=tuple(TokenLogprob.from_wire(entry) for entry in message.prompt_logprobs),
+            logprobs=tuple(map(TokenLogprob.from_wire, message.logprobs)),
+            prompt_logprobs=tuple(map(TokenLogprob.from_wire, message.prompt_logprobs)),
             finish_reason=FinishReason(message.finish_reason) if message.finish_reason else None,
             summary=LegSummary.from_wire(message.summary) if message.HasField("summary") else None,
         )

@@ -93,7 +93,10 @@ class ObservabilitySettings:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """All that one worker process needs to know at its start."""
+    """All that one worker process needs to know at its start.
+
+    `model_name`: what its metrics call the model, empty for the model's own name.
+    """
 
     worker_id: str
     pool: str
@@ -104,3 +107,4 @@ class WorkerSettings:
     observability: ObservabilitySettings = field(default_factory=ObservabilitySettings)
     host: str = "127.0.0.1"
     idle_report_s: float = 0.1
+    model_name: str = ""

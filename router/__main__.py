@@ -26,6 +26,7 @@ from baton.proto.messages import Role
 from baton.proto.settings import WorkerSettings
 from baton.router.config import ClusterConfig
 from baton.router.fleet import FleetError, Worker, WorkerFactory, close_ray, open_ray, start_router
+from baton.router.keys import KeysError, read_keys
 
 # The launcher and the router hold these two functions and never call them. Their imports stand inside, so that torch,
 # 1.5 s and 200 MiB for each process, is loaded by workers alone.
@@ -72,7 +73,7 @@ def serve(config: ClusterConfig) -> int:
         return 1
     # From here on there are processes to end in order. Before, a signal may end a download or a conversion at once.
     stop = _stop_on_signals()
-    config = sharing_cores(config)
+    config = sharing_cores(with_absolute_paths(config))
     print(f"starting {_described(config)}", flush=True)
     resources = {pool.resource: float(pool.size) for pool in config.pools if pool.resource}
     try:
@@ -137,6 +138,11 @@ def check(config: ClusterConfig) -> Path:
         raise StartError("the connector nixl needs the package nixl, which is not installed")
     if any(pool.engine.device == "cuda" for pool in config.pools) and not any(map(Path.exists, GPU_DEVICES)):
         raise StartError("the device cuda needs a GPU, and this machine shows none; use --device cpu")
+    if router.api_keys_file:
+        try:
+            read_keys(Path(router.api_keys_file))
+        except KeysError as error:
+            raise StartError(str(error)) from error
     model_dir = resolve_model(config.model)
     needed = sum(pool.size * pool.engine.kv_cache_gib for pool in config.pools if pool.engine.device == "cpu")
     available = psutil.virtual_memory().available / (1 << 30)
@@ -146,6 +152,12 @@ def check(config: ClusterConfig) -> Path:
             "metadata.baton.engine.kv_cache_gib or the pools' sizes"
         )
     return model_dir
+
+
+def with_absolute_paths(config: ClusterConfig) -> ClusterConfig:
+    """The same cluster with files that are found from other working directories too: the router's is another's."""
+    file = config.router.api_keys_file
+    return replace(config, router=replace(config.router, api_keys_file=str(Path(file).resolve()))) if file else config
 
 
 def sharing_cores(config: ClusterConfig) -> ClusterConfig:

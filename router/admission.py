@@ -11,16 +11,19 @@ together, each with its field, value and bound, because a person fixes them toge
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from baton.proto import inference_pb2 as inference
 from baton.proto.messages import LogitBias, Sampling
-from baton.router.tokenizer import ChatMessage, ChatTemplateError, Tokenizer
+from baton.router.grammar import BadGrammar, translate
+from baton.router.tokenizer import RESERVED_ARGUMENTS, ChatMessage, ChatTemplateError, Conversation, Tokenizer
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -114,6 +117,11 @@ def random_request_id() -> str:
     return str(uuid.uuid4())
 
 
+def is_name(value: str) -> bool:
+    """Whether a client may call a request, a session or a salt so. An empty name is none, and allowed."""
+    return len(value) <= MAX_NAME_CHARS and _NAME.fullmatch(value) is not None
+
+
 def admit(
     message: inference.GenerateRequest,
     limits: ModelLimits,
@@ -174,7 +182,7 @@ class _Check:
             self.refuse(field, f"{value:g}", "above 0" if math.isinf(high) else f"above 0 and at most {high:g}")
 
     def name(self, field: str, value: str) -> None:
-        if len(value) > MAX_NAME_CHARS or not _NAME.fullmatch(value):
+        if not is_name(value):
             self.refuse(field, repr(value), _NAME_BOUND)
 
     def token_ids(self, field: str, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -202,7 +210,7 @@ def _prompt(
     if kind == "text":
         return _text(message.text, limits, tokenizer, check)
     if kind == "chat":
-        return _chat(message.chat.messages, limits, tokenizer, check)
+        return _chat(message.chat, limits, tokenizer, check)
     if kind == "token_ids":
         ids = message.token_ids.ids
         if not ids:
@@ -227,29 +235,65 @@ def _text(text: str, limits: ModelLimits, tokenizer: Tokenizer, check: _Check) -
     return ids if ids and _fits(len(ids), limits, check) else ()
 
 
-def _chat(
-    messages: Sequence[inference.ChatMessage], limits: ModelLimits, tokenizer: Tokenizer, check: _Check
-) -> tuple[int, ...]:
-    if not messages:
-        check.refuse("chat.messages", "empty", "at least one message")
+def _chat(chat: inference.Chat, limits: ModelLimits, tokenizer: Tokenizer, check: _Check) -> tuple[int, ...]:
+    conversation = _conversation(chat, check)
+    if conversation is None:
         return ()
-    known = len(check.violations)
-    for position, message in enumerate(messages):
-        if message.role not in ROLES:
-            check.refuse(f"chat.messages[{position}].role", repr(message.role), "one of " + ", ".join(ROLES))
-    if len(check.violations) > known:
-        return ()
-    fewest = sum(tokenizer.fewest_tokens(message.content) for message in messages)
+    fewest = sum(tokenizer.fewest_tokens(message.content) for message in conversation.messages)
     if not _fits(fewest, limits, check, "at least "):
         return ()
     try:
-        ids = tuple(tokenizer.apply_chat_template(ChatMessage(message.role, message.content) for message in messages))
+        text = tokenizer.render(conversation)
     except ChatTemplateError as error:
         check.refuse("chat", "a conversation", f"one that the model can read ({error})")
         return ()
+    if not _fits(tokenizer.fewest_tokens(text), limits, check, "at least "):
+        return ()
+    ids = tuple(tokenizer.encode_chat(text))
     if not ids:
         check.refuse("chat", "a conversation", "one that has at least one token")
     return ids if ids and _fits(len(ids), limits, check) else ()
+
+
+def _conversation(chat: inference.Chat, check: _Check) -> Conversation | None:
+    """The conversation; None if it was refused."""
+    known = len(check.violations)
+    if not chat.messages:
+        check.refuse("chat.messages", "empty", "at least one message")
+    messages = []
+    for position, message in enumerate(chat.messages):
+        path = f"chat.messages[{position}]"
+        if message.role not in ROLES:
+            check.refuse(f"{path}.role", repr(message.role), "one of " + ", ".join(ROLES))
+        calls = _objects(f"{path}.tool_calls", message.tool_calls, check)
+        messages.append(ChatMessage(message.role, message.content, message.name, message.tool_call_id, calls))
+    tools = _objects("chat.tools", chat.tools, check)
+    arguments = _json(chat.template_arguments or "{}")
+    if not isinstance(arguments, dict):
+        check.refuse("chat.template_arguments", repr(chat.template_arguments), "a JSON object")
+    elif taken := sorted(RESERVED_ARGUMENTS.intersection(arguments)):
+        check.refuse(f"chat.template_arguments.{taken[0]}", "given", "absent: the request has a field for it")
+    if len(check.violations) > known:
+        return None
+    continues = chat.HasField("add_generation_prompt") and not chat.add_generation_prompt
+    return Conversation(messages, tools or None, arguments, continues)
+
+
+def _objects(field: str, text: str, check: _Check) -> list[dict[str, Any]]:
+    """A JSON array of objects, where an empty text is an empty one."""
+    value = _json(text or "[]")
+    if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
+        return value
+    check.refuse(field, repr(text), "a JSON array of objects")
+    return []
+
+
+def _json(text: str) -> Any:
+    """None for what is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _fits(num_tokens: int, limits: ModelLimits, check: _Check, qualifier: str = "") -> bool:
@@ -309,6 +353,7 @@ def _sampling(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         logit_bias=_logit_bias(message, limits, check),
+        grammar=_grammar(message, limits, check),
     )
 
 
@@ -335,6 +380,24 @@ def _logit_bias(message: inference.SamplingParams, limits: ModelLimits, check: _
             check.refuse(f"sampling.logit_bias[{entry.token_id}]", f"{entry.bias:g}", "from -100 to 100")
             break
     return entries
+
+
+def _grammar(message: inference.SamplingParams, limits: ModelLimits, check: _Check) -> str:
+    """In the library's notation. The output ends where the grammar does, so nothing may keep it from ending there."""
+    if not message.HasField("grammar"):
+        return ""
+    if message.ignore_eos:
+        check.refuse("sampling.ignore_eos", "true", "false with a grammar, whose end is the output's")
+    if message.min_tokens > 0:
+        check.refuse("sampling.min_tokens", str(message.min_tokens), "0 with a grammar, whose end is the output's")
+    if not limits.eos_token_ids:
+        check.refuse("sampling.grammar", "set", "absent: this model has no token that ends an output")
+    kind = message.grammar.WhichOneof("kind")
+    grammar = translate(message.grammar)
+    if isinstance(grammar, BadGrammar):
+        check.refuse(f"sampling.grammar.{kind}" if kind else "sampling.grammar", grammar.value, grammar.bound)
+        return ""
+    return grammar
 
 
 def _stop(stop: Iterable[str], check: _Check) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
-"""The Cluster service: what an operator may see and change.
+"""What an operator may see, and by the Cluster service change.
 
-Owns: the picture of router, pools and workers as messages.
-Refuses to know: Ray (`fleet`) and how load is estimated (`load`).
+Owns: the picture of router, pools, workers and recent requests as one message, the same for gRPC and the status page.
+Refuses to know: Ray (`fleet`), how load is estimated (`load`), and how the picture is drawn.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ import math
 import os
 import time
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from enum import StrEnum
 from typing import Protocol
 
 import grpc
 import psutil
 
+from baton import __version__
 from baton.proto import cluster_pb2 as cluster
 from baton.proto import cluster_pb2_grpc
 from baton.proto.context import Context
 from baton.proto.messages import Role, WorkerDescription
 from baton.router.admission import FieldViolation
+from baton.router.placement import WorkerView
 from baton.router.router import Router
 from baton.router.status import refuse, refuse_fields
 
@@ -71,15 +74,86 @@ class Workforce(Protocol):
     async def scale(self, pool: str, size: int) -> None: ...
 
 
+class Picture:
+    """Takes pictures of one router's cluster."""
+
+    def __init__(self, router: Router, workforce: Workforce) -> None:
+        self._router = router
+        self._workforce = workforce
+
+    def take(self) -> cluster.ClusterStatus:
+        now = time.monotonic()
+        views = {view.worker_id: view for view in self._router.book.views(now)}
+        pools: dict[str, cluster.PoolStatus] = {}
+        for member in self._workforce.members():
+            pool = pools.setdefault(member.pool, cluster.PoolStatus(name=member.pool, role=member.role.value))
+            pool.size += 1
+            pool.workers.append(self._worker(member, views.get(member.worker_id)))
+        return cluster.ClusterStatus(
+            model=self._router.config.model,
+            router=self._router_status(now),
+            pools=list(pools.values()),
+            recent=self._router.recent.messages(),
+            version=__version__,
+        )
+
+    def _worker(self, member: Member, view: WorkerView | None) -> cluster.WorkerStatus:
+        router, description = self._router, member.description
+        status = cluster.WorkerStatus(
+            worker_id=member.worker_id,
+            pool=member.pool,
+            role=member.role.value,
+            state=member.state.value,
+            restarts=member.restarts,
+        )
+        if description is not None:
+            status.incarnation = description.incarnation
+            status.address = description.address
+            status.rss_bytes = _rss_bytes(description.pid)
+            status.pid = description.pid
+            status.block_size = description.block_size
+            status.kv_bytes_per_token = description.kv_bytes_per_token
+            status.queue_budget_tokens = int(router.config.router.credit_steps * description.max_num_batched_tokens)
+            status.connector = description.connector
+        load, pace = router.book.last_report(member.worker_id), router.paces.pace(member.worker_id)
+        if view is not None and load is not None:
+            status.load.CopyFrom(load.to_wire())
+            status.load_age_s = view.age_s or 0.0
+            status.in_flight = view.in_flight
+        if pace is not None:
+            status.pace.CopyFrom(cluster.WorkerPace(**asdict(pace)))
+        return status
+
+    def _router_status(self, now: float) -> cluster.RouterStatus:
+        router, settings = self._router, self._router.config.router
+        return cluster.RouterStatus(
+            incarnation=router.incarnation,
+            queued=router.dispatcher.num_requests,
+            queued_tokens=router.dispatcher.num_tokens,
+            max_queued_requests=settings.max_queued_requests,
+            max_queued_tokens=settings.max_queued_tokens,
+            running=router.num_running,
+            requests_total=router.num_requests,
+            retries_total=router.num_retries,
+            refused_total=router.recent.num_refused,
+            failed_total=router.recent.num_failed,
+            draining=router.draining,
+            uptime_s=now - router.started_s,
+            rss_bytes=psutil.Process().memory_info().rss,
+            pid=os.getpid(),
+        )
+
+
 class ClusterService(cluster_pb2_grpc.ClusterServicer):
     """Serves `Cluster` for one router."""
 
     def __init__(self, router: Router, workforce: Workforce) -> None:
         self._router = router
         self._workforce = workforce
+        self._picture = Picture(router, workforce)
 
     async def GetStatus(self, request: cluster.GetStatusRequest, context: Context) -> cluster.ClusterStatus:
-        return self._status()
+        return self._picture.take()
 
     async def WatchStatus(
         self, request: cluster.WatchStatusRequest, context: Context
@@ -87,7 +161,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         await _refuse_no_time(context, "interval_s", request.interval_s)
         interval_s = max(request.interval_s or DEFAULT_WATCH_INTERVAL_S, MIN_WATCH_INTERVAL_S)
         while True:
-            yield self._status()
+            yield self._picture.take()
             await asyncio.sleep(interval_s)
 
     async def Drain(self, request: cluster.DrainRequest, context: Context) -> cluster.DrainResponse:
@@ -115,47 +189,6 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         except WorkforceError as error:
             await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return cluster.ScaleResponse(size=request.size)
-
-    def _status(self) -> cluster.ClusterStatus:
-        router, now = self._router, time.monotonic()
-        views = {view.worker_id: view for view in router.book.views(now)}
-        pools: dict[str, cluster.PoolStatus] = {}
-        for member in self._workforce.members():
-            pool = pools.setdefault(member.pool, cluster.PoolStatus(name=member.pool, role=member.role.value))
-            pool.size += 1
-            status = cluster.WorkerStatus(
-                worker_id=member.worker_id,
-                pool=member.pool,
-                role=member.role.value,
-                state=member.state.value,
-                restarts=member.restarts,
-            )
-            if member.description is not None:
-                status.incarnation = member.description.incarnation
-                status.address = member.description.address
-                status.rss_bytes = _rss_bytes(member.description.pid)
-                status.pid = member.description.pid
-            view, load = views.get(member.worker_id), router.book.last_report(member.worker_id)
-            if view is not None and load is not None:
-                status.load.CopyFrom(load.to_wire())
-                status.load_age_s = view.age_s or 0.0
-                status.in_flight = view.in_flight
-            pool.workers.append(status)
-        return cluster.ClusterStatus(
-            model=router.config.model,
-            router=cluster.RouterStatus(
-                incarnation=router.incarnation,
-                queued=router.dispatcher.num_requests,
-                running=router.num_running,
-                requests_total=router.num_requests,
-                retries_total=router.num_retries,
-                draining=router.draining,
-                uptime_s=now - router.started_s,
-                rss_bytes=psutil.Process().memory_info().rss,
-                pid=os.getpid(),
-            ),
-            pools=list(pools.values()),
-        )
 
 
 async def _refuse_no_time(context: Context, field: str, seconds: float) -> None:

@@ -70,6 +70,9 @@ class Detokenizer:
         return self._stopped
 
     def push(self, token_ids: Sequence[int]) -> Delta:
+        if not self._stops:
+            texts = [self._text.push(token_id) for token_id in token_ids if token_id not in self._silent_ids]
+            return Delta("".join(texts), len(token_ids))
         parts: list[str] = []
         for count, token_id in enumerate(token_ids, start=1):
             if self._stopped is not None:
@@ -111,11 +114,20 @@ class _TokenText:
         text:                     emitted....|new.....�    the last character may lack bytes: it waits
 
     The window starts where a character starts, so its text joins what was emitted before. Context stays in it because
-    some vocabularies drop the space in front of a window's first word.
+    some vocabularies drop the space in front of a window's first word. Byte-level ones do not: there the window is
+    empty between characters, and a token that ends with one has its text for itself.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._num_context = self._emitted = 0
+        if not tokenizer.is_byte_level:
+            self._begin(prompt_ids)
+
+    def _begin(self, prompt_ids: Sequence[int]) -> None:
+        """Takes the prompt's last tokens for context."""
+        tokenizer = self._tokenizer
         # A window that starts within a character spoils the bytes after it too, so it may have to start earlier.
         for num_tokens in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _MAX_WINDOW_TOKENS):
             self._window = [token_id for token_id in prompt_ids[-num_tokens:] if tokenizer.has_text(token_id)]
@@ -129,6 +141,10 @@ class _TokenText:
         self._emitted = len(text)
 
     def push(self, token_id: int) -> str:
+        if not self._window and self._tokenizer.is_byte_level:
+            text = self._tokenizer.text_of(token_id)
+            if not text.endswith(_REPLACEMENT):
+                return text
         if not self._tokenizer.has_text(token_id):
             return ""
         self._window.append(token_id)
@@ -136,7 +152,8 @@ class _TokenText:
         if not text.endswith(_REPLACEMENT):
             new = text[self._emitted :]
             if new or len(self._window) > _MAX_WINDOW_TOKENS:
-                self._slide(self._num_context, num_waiting=0)
+                whole = self._tokenizer.is_byte_level
+                self._slide(len(self._window) if whole else self._num_context, num_waiting=0)
             return new
         if self._tokenizer.is_byte_level:
             # Bytes that lack their rest show as one replacement character; all before it is settled.

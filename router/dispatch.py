@@ -23,7 +23,7 @@ from enum import Enum
 from baton.proto.messages import Role
 from baton.router.config import RouterSettings
 from baton.router.load import LoadBook
-from baton.router.placement import Candidate, Placement, PlacementPolicy, PlacementQuery, WorkerView
+from baton.router.placement import Candidate, Placement, PlacementPolicy, PlacementQuery, WorkerView, fork_at
 from baton.router.prefix_index import PrefixIndex
 
 RATE_WINDOW_S = 10.0
@@ -58,10 +58,12 @@ Outcome = Placement | NoWorker | DeadlinePassed
 
 
 class Stage(Enum):
-    """What a waiting request lacks: everything, or (late binding, its prompt is computed) a decode worker."""
+    """What a waiting request lacks: everything, or (late binding, its prompt is computed) a decode worker, or (a fork)
+    credit at the worker that has the prompt's KV."""
 
     START = "start"
     DECODE = "decode"
+    FORK = "fork"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -101,12 +103,13 @@ class DispatchQueue:
         self._index = index
         self._policy = policy
         self._settings = settings
-        self._waiting: dict[Stage, list[Ticket]] = {Stage.START: [], Stage.DECODE: []}
+        self._waiting: dict[Stage, list[Ticket]] = {stage: [] for stage in Stage}
         self._num_tokens = 0
         self._pushed = 0
         self._left: deque[_Left] = deque()
         # Since when nobody could serve a stage, however idle; None: somebody can. A draining worker takes nothing new.
-        self._unserved_since: dict[Stage, float | None] = {Stage.START: now, Stage.DECODE: now}
+        # Not for forks: each waits for a worker of its own, and not at all if that cannot serve it.
+        self._unserved_since: dict[Stage, float | None] = {Stage.START: now, Stage.DECODE: now, Stage.FORK: None}
         # Not later than the first deadline of those who wait; earlier after a removal, until the next look.
         self._next_deadline = math.inf
 
@@ -139,22 +142,22 @@ class DispatchQueue:
     def advance(self, now: float) -> list[Decision]:
         """All that can be decided now. Placements are booked one by one, so that no credit is given twice.
 
-        Those whose prompt is computed go first: their KV keeps a prefill worker's blocks until it is fetched.
+        Forks go first, which bring next to no work, then those whose prompt is computed: their KV keeps a prefill
+        worker's blocks until it is fetched.
         """
         self._observe(now)
         decisions = self._expire(now)
         if not self.num_requests:
             return decisions
         views = {view.worker_id: view for view in self._load.views(now)}
+        decisions += self._advance_forks(views, now)
         for stage in (Stage.DECODE, Stage.START):
             while self._waiting[stage]:
                 ticket = self._waiting[stage][0]
                 placement = self._choose(ticket, views.values())
                 if placement is None:
                     break
-                self._take(ticket, placement, now)
-                for leg in placement.legs():
-                    views[leg.worker_id] = self._load.view(leg.worker_id, now)
+                self._take(ticket, placement, views, now)
                 decisions.append(Decision(ticket, placement))
         return decisions
 
@@ -205,11 +208,31 @@ class DispatchQueue:
         while self._left and self._left[0].at < now - RATE_WINDOW_S:
             self._left.popleft()
 
-    def _take(self, ticket: Ticket, placement: Placement, now: float) -> None:
+    def _advance_forks(self, views: dict[str, WorkerView], now: float) -> list[Decision]:
+        """As `advance` does, for those who wait for one worker each: nobody overtakes another at the same one."""
+        decisions = []
+        full: set[str] = set()
+        for ticket in list(self._waiting[Stage.FORK]):
+            query = ticket.query
+            view = views.get(query.at)
+            if view is None or view.draining:
+                self.remove(ticket)
+                decisions.append(Decision(ticket, NoWorker(f"{query.at} takes nothing any more")))
+                continue
+            placement = fork_at(query, self._candidate(query, view)) if query.at not in full else None
+            if placement is None:
+                full.add(query.at)
+                continue
+            self._take(ticket, placement, views, now)
+            decisions.append(Decision(ticket, placement))
+        return decisions
+
+    def _take(self, ticket: Ticket, placement: Placement, views: dict[str, WorkerView], now: float) -> None:
         self.remove(ticket)
         self._load.book(ticket.query, placement)
         for leg in placement.legs():
             self._index.record(leg.worker_id, ticket.query.prefix_hashes)
+            views[leg.worker_id] = self._load.view(leg.worker_id, now)
         if ticket.stage is Stage.START:
             self._left.append(_Left(now, ticket.query.num_tokens))
             self._forget_old(now)
@@ -219,6 +242,7 @@ class DispatchQueue:
         served = {
             Stage.START: Role.COLOCATED in roles or roles >= {Role.PREFILL, Role.DECODE},
             Stage.DECODE: Role.DECODE in roles,
+            Stage.FORK: True,
         }
         for stage, is_served in served.items():
             if is_served:
@@ -262,12 +286,11 @@ class DispatchQueue:
         return self._policy.choose(query, prefill, decode)
 
     def _candidates(self, query: PlacementQuery, views: Collection[WorkerView], role: Role) -> list[Candidate]:
+        return [self._candidate(query, view) for view in views if view.role is role]
+
+    def _candidate(self, query: PlacementQuery, view: WorkerView) -> Candidate:
         uncached = self._index.uncached_tokens
-        return [
-            Candidate(view, uncached(view.worker_id, query.prefix_hashes, query.num_tokens, view.block_size))
-            for view in views
-            if view.role is role
-        ]
+        return Candidate(view, uncached(view.worker_id, query.prefix_hashes, query.num_tokens, view.block_size))
 
 
 _LACKING = {
@@ -306,6 +329,10 @@ class Dispatcher:
     async def place_decode(self, query: PlacementQuery, deadline: float | None = None) -> Outcome | QueueFull:
         """Late binding: waits for a decode worker, ahead of all who have not started."""
         return await self._decided(self._queue.push(query, deadline, self._clock(), Stage.DECODE))
+
+    async def place_fork(self, query: PlacementQuery, deadline: float | None = None) -> Outcome | QueueFull:
+        """Waits for credit at `query.at`, which has the prompt's KV; NoWorker at once if that takes nothing more."""
+        return await self._decided(self._queue.push(query, deadline, self._clock(), Stage.FORK))
 
     def wake(self) -> None:
         """Hands out every decision that can be taken now."""

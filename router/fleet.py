@@ -13,12 +13,11 @@ import asyncio
 import inspect
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +37,7 @@ from baton.router.link import WorkerLink
 from baton.router.router import Router
 from baton.router.server import Addresses, RouterServer
 from baton.router.tokenizer import Tokenizer
+from baton.telemetry.logs import configure as configure_logs
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ SILENCE_S = 3.0
 ROOM_TO_GROW = 64
 HUNG_AFTER_S = 2.0
 RESTART_PAUSE_S = 0.1
+STOP_S = 5.0
 
 Result = TypeVar("Result")
 
@@ -91,7 +92,7 @@ class WorkerHost:
     """The Ray actor around one worker. Its constructor brings the worker up; a restart by Ray does so again."""
 
     def __init__(self, factory: WorkerFactory, settings: WorkerSettings) -> None:
-        _log_to_stderr()
+        configure_logs(settings.observability, settings.worker_id)
         self._thread = LoopThread("worker")
         self._outcome: WorkerDescription | StartFailure
         if not settings.host:
@@ -117,7 +118,7 @@ class RouterHost:
     def __init__(
         self, config: ClusterConfig, model_dir: Path, factories: Mapping[Role, WorkerFactory], namespace: str
     ) -> None:
-        _log_to_stderr()
+        configure_logs(config.observability, "router")
         self._namespace = namespace
         self._thread = LoopThread("router")
         self._config = config
@@ -156,12 +157,6 @@ class RouterHost:
         if self._fleet is not None:
             await self._fleet.close()
         return drained
-
-
-def _log_to_stderr() -> None:
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
 
 
 def _end_process(error: BaseException) -> None:
@@ -297,6 +292,7 @@ class Fleet:
                 transfer=self._config.transfer,
                 observability=self._config.observability,
                 host=host if host in ("127.0.0.1", "::1") else "",
+                model_name=self._router.model_name,
             )
             actor_class = ray.remote(WorkerHost)
             actor = actor_class.options(
@@ -337,6 +333,10 @@ class Fleet:
             await post.link.close()
             self._router.disconnect(post.link)
         self._posts.pop(post.worker_id, None)
+        if self._config.observability.trace_endpoint and post.description is not None:
+            # Its last spans leave before it does; a worker that hangs may not hold this up.
+            with suppress(RayError, TimeoutError):
+                await _result(post.actor.stop.remote(), STOP_S)
         await asyncio.to_thread(ray.kill, post.actor, no_restart=True)
         if not any(other.group is post.group for other in self._posts.values()):
             await asyncio.to_thread(remove_placement_group, post.group)

@@ -4,7 +4,7 @@ Owns: admission, the journeys of a request's outputs, text, stop strings, and wh
 Refuses to know: workers, placement, retries (`journey`), what is a valid request (`admission`), and how a face writes
 messages and refusals (`service` for gRPC, `http` for HTTP).
 
-    GenerateRequest -> open: admit -> Generation: Journey x n -> Detokenizer -> GenerateResponse ...
+    GenerateRequest -> open: admit -> Generation: Journey x n -> Detokenizer -> Outbox -> GenerateResponse ...
     Closing a generation by any way (client gone, Abort, deadline, stop string) closes the journeys and so their legs.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 
@@ -21,8 +21,10 @@ from baton.proto import inference_pb2 as inference
 from baton.proto.messages import FinishReason
 from baton.router.admission import Admitted, FieldViolation, NotFound, admit
 from baton.router.detokenizer import Detokenizer
+from baton.router.fork import Fork
 from baton.router.journey import Ended, Errand, Failed, Journey, Tokens, Trouble
 from baton.router.observe import Call, OutputRecord, RequestRecord
+from baton.router.outbox import Outbox
 from baton.router.router import Router
 from baton.router.tokenizer import Tokenizer
 
@@ -78,12 +80,13 @@ class Gateway:
                 return Refused(Trouble.EXISTS, f"request_id {admitted.request_id!r} is in progress")
             # A request that resumes replaces its own former self, whose client has lost the stream.
             former.cancel()
-        return Generation(self.router, self._tasks, admitted, call, arrived_s)
+        chat = request.WhichOneof("prompt") == "chat"
+        return Generation(self.router, self._tasks, admitted, call, arrived_s, chat)
 
     async def _admit(self, request: inference.GenerateRequest) -> Admitted | list[FieldViolation] | NotFound:
-        """Checks and tokenizes; long texts in a thread, so that they hold nobody up."""
+        """Checks and tokenizes; long texts and grammars in a thread, so that they hold nobody up."""
         limits, tokenizer = self.router.limits(), self.router.tokenizer
-        if request.ByteSize() <= LONG_TEXT_CHARS:
+        if request.ByteSize() <= LONG_TEXT_CHARS and not request.sampling.HasField("grammar"):
             return admit(request, limits, tokenizer)
         return await asyncio.to_thread(admit, request, limits, tokenizer)
 
@@ -92,17 +95,23 @@ class Generation:
     """One admitted request. Use `messages` once, and close it."""
 
     def __init__(
-        self, router: Router, tasks: dict[str, asyncio.Task[None]], admitted: Admitted, call: Call, arrived_s: float
+        self,
+        router: Router,
+        tasks: dict[str, asyncio.Task[None]],
+        admitted: Admitted,
+        call: Call,
+        arrived_s: float,
+        chat: bool,
     ) -> None:
         self.admitted = admitted
+        self._chat = chat
         self._router = router
         self._tasks = tasks
         self._call = call
         self._arrived_s = arrived_s
         self._arrived_unix_s = time.time() - (time.monotonic() - arrived_s)
         self._traceparent = ""
-        # Unbounded, so that the end always finds room; it holds no more than the outputs' tokens.
-        self._queue: asyncio.Queue[inference.GenerateResponse | Refused | None] = asyncio.Queue()
+        self.outbox = Outbox(admitted.request_id)
         self._outputs: list[_Output] = []
 
     async def messages(self) -> AsyncGenerator[inference.GenerateResponse | Refused, None]:
@@ -114,15 +123,18 @@ class Generation:
         request_id = self.admitted.request_id
         self._traceparent = self._router.observers.began(request_id, self._call)
         deadline_s = self._deadline()
-        self._outputs = [_Output(self, index, deadline_s) for index in range(self.admitted.n)]
+        fork = self._router.fork(self.admitted.n)
+        self._outputs = [_Output(self, index, deadline_s, fork) for index in range(self.admitted.n)]
         task = asyncio.create_task(self._run())
         task.add_done_callback(self._close)
         self._tasks[request_id] = task
         self._router.begin()
         try:
-            while (message := await self._queue.get()) is not None:
+            while (message := await self.outbox.take()) is not None:
                 yield message
-                if isinstance(message, Refused):
+            for output in self._outputs:
+                if output.failed is not None:
+                    yield Refused(output.failed.trouble, output.failed.message, output.failed.retry_after_s)
                     return
         finally:
             task.cancel()
@@ -149,7 +161,7 @@ class Generation:
                     output.fail(failed)
 
     def _close(self, task: asyncio.Task[None]) -> None:
-        """Ends the queue, whatever ended the task: an Abort may come before it has run at all.
+        """Closes the outbox, whatever ended the task: an Abort may come before it has run at all.
 
         After an Abort, or to a client that is gone, each output that has no end yet says that it was aborted.
         """
@@ -157,14 +169,14 @@ class Generation:
             for output in self._outputs:
                 if not output.ended:
                     output.end(FinishReason.ABORTED)
-        self._queue.put_nowait(None)
+        self.outbox.close()
         self._router.end(sum(output.journey.ledger.retries for output in self._outputs))
         self._router.observers.ended(self._record())
 
     def _record(self) -> RequestRecord:
         admitted, outputs = self.admitted, self._outputs
         first = [output.first_s for output in outputs if output.first_s is not None]
-        troubles = [output.trouble for output in outputs if output.trouble is not None]
+        troubles = [output.failed.trouble for output in outputs if output.failed is not None]
         return RequestRecord(
             request_id=admitted.request_id,
             call=self._call,
@@ -178,25 +190,26 @@ class Generation:
             top_p=admitted.sampling.top_p,
             outputs=tuple(output.record() for output in outputs),
             trouble=troubles[0].value if troubles else "",
+            chat=self._chat,
+            prompt=_text_for_logs(self._router, admitted.prompt_token_ids, len(admitted.prompt_token_ids)),
         )
 
 
 class _Output:
     """One of a request's outputs: a journey, its text, its last message."""
 
-    def __init__(self, generation: Generation, index: int, deadline_s: float) -> None:
+    def __init__(self, generation: Generation, index: int, deadline_s: float, fork: Fork | None) -> None:
         admitted, router = generation.admitted, generation._router
         self._router = router
         self._admitted = admitted
-        self._queue = generation._queue
+        self._outbox = generation.outbox
         self._index = index
         self._num_tokens = len(admitted.resume_token_ids)
         self._detokenizer = _detokenizer(admitted, router.tokenizer)
         self._last_s: float | None = None
         self._finish_name = ""
-        self._message_text = ""
         self.first_s: float | None = None
-        self.trouble: Trouble | None = None
+        self.failed: Failed | None = None
         self.ended = False
         self.journey: Journey = router.journey(
             Errand(
@@ -209,11 +222,12 @@ class _Output:
                 priority=admitted.priority,
                 cache_salt=admitted.cache_salt,
                 traceparent=generation._traceparent,
-            )
+            ),
+            fork,
         )
 
     async def run(self) -> None:
-        """Puts the output's messages on the queue, `finish` last."""
+        """Puts the output's messages into the outbox, `finish` last."""
         async with aclosing(self.journey.run()) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Failed):
@@ -222,41 +236,40 @@ class _Output:
                 if isinstance(piece, Ended):
                     self.end(piece.reason)
                     return
-                delta = self._detokenizer.push(piece.token_ids)
-                message = self._message(piece, delta.text, delta.num_tokens)
-                self._tell(delta.num_tokens)
-                if delta.stopped is not None:
-                    message.finish.CopyFrom(self._finish(FinishReason.STOP, delta.stopped))
-                    self._queue.put_nowait(message)
+                if self._say(piece):
                     return
-                self._queue.put_nowait(message)
 
     def fail(self, failed: Failed) -> None:
         """Ends the output without a last message, and its request with it."""
-        self.ended = True
-        self.trouble, self._finish_name, self._message_text = failed.trouble, failed.trouble.value, failed.message
-        self._queue.put_nowait(Refused(failed.trouble, failed.message, failed.retry_after_s))
+        self.ended, self.failed, self._finish_name = True, failed, failed.trouble.value
+        self._outbox.close()
 
     def end(self, reason: FinishReason) -> None:
         """Puts the last message, with the text that was held back."""
         rest = self._detokenizer.flush()
         if rest.stopped is not None:
             reason = FinishReason.STOP
-        message = inference.GenerateResponse(
-            request_id=self._admitted.request_id,
-            index=self._index,
-            first_token_index=self._num_tokens,
-            text=rest.text,
-            finish=self._finish(reason, rest.stopped or ""),
-        )
-        self._queue.put_nowait(message)
+        finish = self._finish(reason, rest.stopped or "")
+        self._outbox.put(self._index, self._num_tokens, (), rest.text, finish=finish)
+
+    def _say(self, piece: Tokens) -> bool:
+        """Puts a message with tokens; returns whether a stop string was completed by them and ended the output."""
+        delta = self._detokenizer.push(piece.token_ids)
+        token_ids, logprobs = piece.token_ids, piece.logprobs
+        if delta.num_tokens < len(token_ids):
+            token_ids, logprobs = token_ids[: delta.num_tokens], logprobs[: delta.num_tokens]
+        self._num_tokens += delta.num_tokens
+        self._tell(delta.num_tokens)
+        finish = None if delta.stopped is None else self._finish(FinishReason.STOP, delta.stopped)
+        self._outbox.put(self._index, piece.first_index, token_ids, delta.text, logprobs, piece.prompt_logprobs, finish)
+        return finish is not None
 
     def record(self) -> OutputRecord:
         ledger = self.journey.ledger
         return OutputRecord(
             index=self._index,
             finish=self._finish_name,
-            message=self._message_text,
+            message=self.failed.message if self.failed is not None else "",
             completion_tokens=self._num_tokens - len(self._admitted.resume_token_ids),
             cached_tokens=ledger.cached_tokens,
             transferred_tokens=ledger.transferred_tokens,
@@ -266,6 +279,7 @@ class _Output:
             decode_worker=ledger.decode_worker,
             connector=ledger.connector,
             timeline=ledger.timeline(time.monotonic()),
+            text=_text_for_logs(self._router, self.journey.output, self._num_tokens),
         )
 
     def _tell(self, num_tokens: int) -> None:
@@ -274,18 +288,6 @@ class _Output:
             self.first_s = now
         self._router.observers.tokens(num_tokens, None if self._last_s is None else now - self._last_s)
         self._last_s = now
-
-    def _message(self, piece: Tokens, text: str, num_tokens: int) -> inference.GenerateResponse:
-        self._num_tokens += num_tokens
-        return inference.GenerateResponse(
-            request_id=self._admitted.request_id,
-            index=self._index,
-            token_ids=piece.token_ids[:num_tokens],
-            text=text,
-            first_token_index=piece.first_index,
-            logprobs=[entry.to_wire() for entry in piece.logprobs[:num_tokens]],
-            prompt_logprobs=[entry.to_wire() for entry in piece.prompt_logprobs],
-        )
 
     def _finish(self, reason: FinishReason, stop: str) -> inference.Finish:
         """The account in the last message: from here on the output has ended."""
@@ -327,6 +329,13 @@ def finished_before(admitted: Admitted, tokenizer: Tokenizer) -> inference.Gener
         first_token_index=len(tokens),
         finish=inference.Finish(reason=reason.value, usage=usage, stop=rest.stopped or ""),
     )
+
+
+def _text_for_logs(router: Router, token_ids: Sequence[int], num_tokens: int) -> str:
+    """What the model read or wrote, of the first tokens; empty unless `log_prompts` allows it in logs and traces."""
+    if not router.config.observability.log_prompts:
+        return ""
+    return router.tokenizer.decode(token_ids[:num_tokens], skip_special_tokens=False)
 
 
 def _detokenizer(admitted: Admitted, tokenizer: Tokenizer) -> Detokenizer:

@@ -8,12 +8,17 @@ Refuses to know: text, stop strings, gRPC contexts, and how a worker is chosen.
       +---- prompt + tokens so far, on other workers <-- failed leg (a value)          too often, too late: Failed
 
 Closing the generator, at any moment, aborts what is in progress on both legs.
+
+Of a request's several outputs the first goes this way. The others wait until its prompt's KV is on the worker that
+decodes, and start there with a whole request, which shares all full blocks and computes the few tokens after them. What
+keeps one from that (nothing landed, the worker is gone or has evicted the blocks) sends it the way above.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Hashable, Mapping
+from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -29,7 +34,8 @@ from baton.proto.messages import (
     TokenBatch,
     TokenLogprob,
 )
-from baton.router.dispatch import DeadlinePassed, Dispatcher, NoWorker, QueueFull
+from baton.router.dispatch import DeadlinePassed, Dispatcher, NoWorker, Outcome, QueueFull
+from baton.router.fork import Fork, Landing
 from baton.router.ledger import Ledger
 from baton.router.legs import Legs
 from baton.router.link import WorkerLink
@@ -108,7 +114,10 @@ class JourneySettings:
 
 
 class Journey:
-    """One output's way through the cluster. Use `run` once; `ledger` may be read at any time."""
+    """One output's way through the cluster. Use `run` once; `ledger` may be read at any time.
+
+    `fork`: shared with the journeys of the same request's other outputs, None if there are none.
+    """
 
     def __init__(
         self,
@@ -119,6 +128,7 @@ class Journey:
         prefix_hashes: Callable[[tuple[int, ...]], tuple[Hashable, ...]],
         settings: JourneySettings,
         clock: Callable[[], float],
+        fork: Fork | None = None,
     ) -> None:
         self._errand = errand
         self._dispatcher = dispatcher
@@ -128,20 +138,56 @@ class Journey:
         self._settings = settings
         self._clock = clock
         self._output: list[int] = list(errand.resume_token_ids)
+        self._fork = fork
+        self._brings: Fork | None = None  # to be told when the prompt's KV is on a worker
+        self._forked: Landing | None = None  # where the present attempt has started from
+        self._prompt_logprobs: tuple[TokenLogprob, ...] = ()
         self._computed_before = 0
         self._recomputed: dict[str, int] = {}
-        self.ledger = Ledger(errand.arrived_s)
+        self.ledger = Ledger(errand.arrived_s, attempt_s=errand.arrived_s)
 
-    async def run(self) -> AsyncGenerator[Piece, None]:
+    @property
+    def output(self) -> Sequence[int]:
+        """The tokens so far, with those that the client had before. To be read only."""
+        return self._output
+
+    def run(self) -> AsyncGenerator[Piece, None]:
         """Yields tokens, then Ended or Failed. See the module's drawing."""
+        return self._attempts() if self._fork is None else self._part(self._fork)
+
+    async def _part(self, fork: Fork) -> AsyncGenerator[Piece, None]:
+        """The way of one of several outputs: the first brings the prompt's KV to a worker, the others wait for it."""
+        if fork.take():
+            self._brings = fork
+            try:
+                async with aclosing(self._attempts()) as pieces:
+                    async for piece in pieces:
+                        yield piece
+            finally:
+                fork.parted(None)
+            return
+        try:
+            landing = await fork.landing(self._time_left())
+        except TimeoutError:
+            yield self._end(Failed(Trouble.DEADLINE, "the deadline passed before the request's first output had begun"))
+            return
+        # Admitted with the first output: the queue's bounds are not for it.
+        async with aclosing(self._attempts(1, landing)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def _attempts(self, first: int = 0, landing: Landing | None = None) -> AsyncGenerator[Piece, None]:
+        """Attempts from number `first` on; the first of them where the prompt's KV has landed, if it has."""
         avoid: frozenset[str] = frozenset()
         fruitless = 0
-        for attempt in range(1_000_000):
-            self.ledger.begin(self._clock() if attempt else self._errand.arrived_s)
+        for attempt in range(first, 1_000_000):
+            self.ledger.begin(self._clock() if self.ledger.retries else self._errand.arrived_s)
             num_before = len(self._output)
             handoff_until_s: float | None = None
             query = self._query(attempt, avoid)
-            placed = await self._dispatcher.place(query, self._errand.deadline_s)
+            prefill_id, decode_id = query.leg_id(Leg.PREFILL), query.leg_id(Leg.DECODE)
+            placed = await self._place(query, landing)
+            landing = None
             if not isinstance(placed, Placement):
                 yield self._end(_refusal(placed))
                 return
@@ -158,22 +204,24 @@ class Journey:
                     if event is None:
                         limit_s = self._settings.handoff_timeout_s
                         message = f"{placed.decode} had no token {limit_s:.1f} s after the first"
-                        failure = LegFailure(query.leg_id(Leg.DECODE), FailureKind.WORKER_LOST, message)
+                        failure = LegFailure(decode_id, FailureKind.WORKER_LOST, message)
                     elif isinstance(event, LegFailure):
                         failure = event
                     else:
-                        tokens = self._take(event, query)
+                        tokens = self._take(event, decodes=event.sequence_id == decode_id)
+                        if self._brings is not None and event.sequence_id != prefill_id:
+                            self._tell(self._brings, placed)
                         if tokens is not None:
                             yield tokens
                         if event.finish_reason is not None:
                             legs.ended(event.sequence_id)
                             yield self._end(Ended(event.finish_reason))
                             return
-                        if event.sequence_id == query.leg_id(Leg.DECODE):
+                        if event.sequence_id == decode_id:
                             # Decode runs, so it has the KV and prefill has its blocks back.
                             handoff_until_s = None
-                            legs.ended(query.leg_id(Leg.PREFILL))
-                        elif event.sequence_id == query.leg_id(Leg.PREFILL):
+                            legs.ended(prefill_id)
+                        elif event.sequence_id == prefill_id:
                             self._book.prefilled(event.sequence_id)
                             if placed.decode is None:
                                 late = await self._dispatcher.place_decode(query, self._errand.deadline_s)
@@ -197,6 +245,7 @@ class Journey:
                 # All but the last token had KV on some worker.
                 self._computed_before = len(self._errand.prompt_token_ids) + len(self._output) - 1
             self.ledger.retries += 1
+            self._book.counts.retries[failure.kind] += 1
             if fruitless > 1:
                 # What failed at once may be about to be seen as lost, or to come back.
                 pause_s = min(RETRY_PAUSE_S * 4 ** (fruitless - 2), MAX_RETRY_PAUSE_S)
@@ -218,9 +267,22 @@ class Journey:
             avoid=avoid,
         )
 
+    async def _place(self, query: PlacementQuery, landing: Landing | None) -> Outcome | QueueFull:
+        """Where the prompt's KV is, if it is anywhere and its worker takes more; else where there is room."""
+        self._forked = None
+        if landing is not None:
+            at = replace(query, at=landing.worker_id)
+            placed = await self._dispatcher.place_fork(at, self._errand.deadline_s)
+            if not isinstance(placed, NoWorker):
+                self._forked = landing
+                return placed
+        return await self._dispatcher.place(query, self._errand.deadline_s)
+
     def _open(self, legs: Legs, query: PlacementQuery, placed: Placement) -> None:
         if placed.whole is not None:
             self.ledger.prefill_worker = self.ledger.decode_worker = placed.whole
+            if self._forked is not None:
+                self.ledger.fork(self._forked.ledger, self._forked.landed_s)
             legs.open(placed.whole, self._request(query, Leg.WHOLE))
             return
         assert placed.prefill is not None
@@ -247,12 +309,15 @@ class Journey:
 
     def _request(self, query: PlacementQuery, leg: Leg, source: HandoffSource | None = None) -> Request:
         """The leg's part; `query.num_tokens` tokens, also where the first token has come meanwhile (late binding)."""
-        prompt = self._errand.prompt_token_ids
+        prompt, sampling = self._errand.prompt_token_ids, self._errand.sampling
+        if self._forked is not None:
+            # They are there already, and who is asked for them computes the whole prompt.
+            sampling = replace(sampling, prompt_logprobs=None)
         return Request(
             sequence_id=query.leg_id(leg),
             token_ids=(prompt + tuple(self._output))[: query.num_tokens],
             num_prompt_tokens=len(prompt),
-            sampling=self._errand.sampling,
+            sampling=sampling,
             leg=leg,
             priority=self._errand.priority,
             deadline_s=self._time_left(),
@@ -269,19 +334,29 @@ class Journey:
 
     # --- listening --------------------------------------------------------------------------------------------------
 
-    def _take(self, batch: TokenBatch, query: PlacementQuery) -> Tokens | None:
+    def _tell(self, fork: Fork, placed: Placement) -> None:
+        """Decode runs, or the whole: the prompt's full blocks are in its worker's prefix cache."""
+        worker_id = placed.whole or placed.decode
+        assert worker_id is not None
+        fork.parted(Landing(worker_id, self._clock(), replace(self.ledger), self._prompt_logprobs))
+        self._brings = None
+
+    def _take(self, batch: TokenBatch, decodes: bool) -> Tokens | None:
         """What a batch adds to the output: nothing that the client has already."""
         if self.ledger.first_s is None:
             self.ledger.first_s = self._clock()
         if batch.summary is not None:
-            self._account(batch.summary, batch.sequence_id, batch.sequence_id == query.leg_id(Leg.DECODE))
+            self._account(batch.summary, batch.sequence_id, decodes)
         repeated = len(self._output) - batch.first_index
         if repeated < 0:
             raise AssertionError(
                 f"{batch.sequence_id}: token {batch.first_index} came when {len(self._output)} was due"
             )
         token_ids = batch.token_ids[repeated:]
-        prompt_logprobs = batch.prompt_logprobs if not self._output else ()
+        prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        if not self._output:
+            prompt_logprobs = self._forked.prompt_logprobs if self._forked is not None else batch.prompt_logprobs
+            self._prompt_logprobs = prompt_logprobs
         if not token_ids:
             return None
         first_index = len(self._output)
@@ -304,7 +379,10 @@ class Journey:
         else:
             self._recomputed[leg_id] += max(0, self._computed_before - summary.cached_tokens)
             ledger.cached_tokens = min(summary.cached_tokens, len(self._errand.prompt_token_ids))
-            ledger.stages = replace(ledger.stages, prefill_compute=times.prefill_compute)
+            if self._forked is None:
+                ledger.stages = replace(ledger.stages, prefill_compute=times.prefill_compute)
+            elif ledger.forked_s is not None:
+                ledger.admitted(times.prefill_compute, self._clock())
         ledger.recomputed_tokens = sum(self._recomputed.values())
 
     def _end(self, piece: Ended | Failed) -> Ended | Failed:
@@ -336,8 +414,11 @@ def _verdict(failure: LegFailure, exhausted: bool) -> Failed | None:
 
 
 def _to_avoid(failure: LegFailure, query: PlacementQuery, placed: Placement) -> frozenset[str]:
-    """The workers to avoid next time: the one that failed, or both ends of a hand-off that did."""
-    if failure.kind is FailureKind.SOURCE_LOST and placed.prefill is not None:
-        return frozenset({placed.prefill})
+    """The workers to avoid next time: the one that failed, or the source of a hand-off that did.
+
+    A fork whose worker has evicted the prompt's KV has none: nothing is wrong with that worker.
+    """
+    if failure.kind is FailureKind.SOURCE_LOST:
+        return frozenset({placed.prefill} if placed.prefill is not None else ())
     workers = {query.leg_id(leg): worker_id for leg, worker_id in placed.legs()}
     return frozenset({workers[failure.sequence_id]} if failure.sequence_id in workers else ())

@@ -7,12 +7,17 @@ Refuses to know: which worker is chosen, and what follows from a failure (`route
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import deque
 from collections.abc import Mapping
 
 from baton.proto.messages import FailureKind, Leg, LegFailure, Request, TokenBatch
 from baton.router.link import LegEvent, WorkerLink
 from baton.router.load import LoadBook
 from baton.router.placement import Placement, PlacementQuery
+
+SLACK_S = 0.001
+"""How late a wait for an event may end. Reading the clock twice already gives two different ends."""
 
 
 class Legs:
@@ -30,7 +35,8 @@ class Legs:
         self._prefill_id, self._decode_id = query.leg_id(Leg.PREFILL), query.leg_id(Leg.DECODE)
         self._links = links
         self._book = book
-        self._events: asyncio.Queue[LegEvent] = asyncio.Queue()
+        self._events: deque[LegEvent] = deque()
+        self._alarm = _Alarm()
         self._early: list[TokenBatch] | None = []
         self._open: dict[str, WorkerLink] = {}
         self._booked: list[Placement] = [placement]
@@ -54,11 +60,9 @@ class Legs:
 
     async def next(self, timeout_s: float | None) -> LegEvent | None:
         """The next event of any leg; None when the time is over."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._events.get()
-        except TimeoutError:
-            return None
+        if not self._events:
+            await self._alarm.wait(timeout_s)
+        return self._events.popleft() if self._events else None
 
     def ended(self, sequence_id: str) -> None:
         """The leg has ended by itself: its load is released now, not at the end of the attempt."""
@@ -68,6 +72,7 @@ class Legs:
             self._book.ended(sequence_id)
 
     def close(self) -> None:
+        self._alarm.close()
         for sequence_id, link in self._open.items():
             link.abort(sequence_id)
             self._book.ended(sequence_id)
@@ -80,15 +85,63 @@ class Legs:
             if self._early is None and event.sequence_id == self._prefill_id and self._decode_id in self._open:
                 self.ended(event.sequence_id)
             else:
-                self._events.put_nowait(event)
+                self._put(event)
             return
         if self._early is not None:
             if event.sequence_id == self._decode_id:
                 self._early.append(event)
                 return
-            self._events.put_nowait(event)
-            for batch in self._early:
-                self._events.put_nowait(batch)
+            self._events.append(event)
+            self._events.extend(self._early)
             self._early = None
+            self._alarm.wake()
             return
-        self._events.put_nowait(event)
+        self._put(event)
+
+    def _put(self, event: LegEvent) -> None:
+        self._events.append(event)
+        self._alarm.wake()
+
+
+class _Alarm:
+    """Lets one coroutine wait until it is woken or a time is over, thousands of times in a row.
+
+    The timer of one wait is left to the next, since it seldom ends one: it rings, sees that it is early, and is set
+    anew. A timer a wait costs more than all else that a token costs here.
+    """
+
+    def __init__(self) -> None:
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._until_s = math.inf
+
+    async def wait(self, timeout_s: float | None) -> None:
+        loop = asyncio.get_running_loop()
+        self._until_s = math.inf if timeout_s is None else loop.time() + timeout_s
+        if self._timer is not None and self._timer.when() > self._until_s + SLACK_S:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None and self._until_s < math.inf:
+            self._timer = loop.call_at(self._until_s, self._ring)
+        self._waiter = loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _ring(self) -> None:
+        self._timer = None
+        loop = asyncio.get_running_loop()
+        if self._until_s <= loop.time():
+            self.wake()
+        elif self._until_s < math.inf:
+            self._timer = loop.call_at(self._until_s, self._ring)

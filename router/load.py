@@ -11,21 +11,33 @@ Invariant: legs in flight = legs dispatched - legs ended, in total and as the su
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
-from baton.proto.messages import Leg, LoadReport, Role, WorkerDescription
+from baton.proto.messages import FailureKind, Leg, LoadReport, Role, WorkerDescription
 from baton.router.placement import Placement, PlacementQuery, WorkerView
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A leg given to a worker. `reason`: the policy's, without the figures that it weighed."""
+
+    leg: Leg
+    worker_id: str
+    reason: str
 
 
 @dataclass(slots=True)
 class LoadCounts:
-    """Counts since the book was opened."""
+    """Counts since the book was opened. `retries`: attempts that follow on a failure of each kind."""
 
     dispatched: int = 0
     ended: int = 0
     reports: int = 0
     reports_ignored: int = 0
     ends_ignored: int = 0
+    choices: Counter[Choice] = field(default_factory=Counter)
+    retries: Counter[FailureKind] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)
@@ -101,10 +113,12 @@ class LoadBook:
 
     def book(self, query: PlacementQuery, placement: Placement) -> None:
         """Counts every leg of a placement, named by `query.leg_id`, from the moment of the decision."""
+        reason = placement.reason.partition(":")[0]
         for leg, worker_id in placement.legs():
+            self.counts.choices[Choice(leg, worker_id, reason)] += 1
             prefill_tokens = 0 if leg is Leg.DECODE else placement.uncached_tokens
             kv_tokens = query.num_tokens if leg is Leg.PREFILL else query.expected_tokens
-            self.dispatched(worker_id, query.leg_id(leg), None, prefill_tokens, kv_tokens)
+            self.dispatched(worker_id, query.leg_id(leg), None, prefill_tokens, kv_tokens - placement.shared_tokens)
 
     def withdraw(self, query: PlacementQuery, placement: Placement) -> None:
         """Ends every leg of a placement that nobody will use."""

@@ -37,7 +37,7 @@ class Call:
 @dataclass(frozen=True, slots=True)
 class OutputRecord:
     """One of the request's outputs. `finish` is a FinishReason's name in lower case, or a Trouble's value, which
-    `message` explains."""
+    `message` explains. `text`: what the model wrote, only where `log_prompts` allows it."""
 
     index: int
     finish: str
@@ -51,6 +51,7 @@ class OutputRecord:
     decode_worker: str
     connector: str
     timeline: Timeline
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,8 @@ class RequestRecord:
     """One client's request, over. Times of arrival and end are of the wall clock, in seconds; durations are not.
 
     `ttft_s`: from arrival to the first token of any output, None if none came. `completion_tokens`, of the outputs, are
-    those that left the router. `trouble`: the Trouble's value that ended it, empty if it went well.
+    those that left the router. `trouble`: the Trouble's value that ended it, empty if it went well. `chat`: its prompt
+    was a conversation. `prompt`: what the model read, only where `log_prompts` allows it.
     """
 
     request_id: str
@@ -73,6 +75,8 @@ class RequestRecord:
     top_p: float
     outputs: tuple[OutputRecord, ...]
     trouble: str = ""
+    chat: bool = False
+    prompt: str = ""
 
 
 class Observer(Protocol):

@@ -30,7 +30,8 @@ class PlacementQuery:
 
     `num_tokens`: prompt and tokens already emitted, all of which need KV. `arrived_s` is the arrival of the request,
     not of the attempt, so a retry keeps its place. `attempt` above 0 was admitted before: the queue's bounds are not
-    for it. `prefix_hashes`: one for each full block. `avoid`: workers on which an earlier attempt failed.
+    for it. `prefix_hashes`: one for each full block. `avoid`: workers on which an earlier attempt failed. `at`: the one
+    worker that a fork may go to, as it has the prompt's KV.
     """
 
     attempt_id: str
@@ -41,6 +42,7 @@ class PlacementQuery:
     attempt: int = 0
     prefix_hashes: tuple[Hashable, ...] = ()
     avoid: frozenset[str] = frozenset()
+    at: str = ""
 
     @property
     def expected_tokens(self) -> int:
@@ -113,7 +115,8 @@ class PlacedLeg(NamedTuple):
 class Placement:
     """Who runs which leg: a pair, a `whole`, or under late binding first `prefill` and later `decode` alone.
 
-    `uncached_tokens` is what the worker that computes the prompt is expected to compute.
+    `uncached_tokens` is what the worker that computes the prompt is expected to compute. `shared_tokens`: those of a
+    fork whose KV is held already, by another output of the same request.
     """
 
     prefill: str | None = None
@@ -121,6 +124,7 @@ class Placement:
     whole: str | None = None
     reason: str = ""
     uncached_tokens: int = 0
+    shared_tokens: int = 0
 
     @classmethod
     def of(cls, source: Candidate, sink: Candidate | None, reason: str) -> Placement:
@@ -182,6 +186,15 @@ def able_to_prefill(query: PlacementQuery, prefill: Iterable[Candidate]) -> list
 def able_to_decode(query: PlacementQuery, decode: Iterable[Candidate]) -> list[Candidate]:
     """Those who may be given the generation now."""
     return [candidate for candidate in _allowed(query, decode) if _has_decode_room(query, candidate)]
+
+
+def fork_at(query: PlacementQuery, candidate: Candidate) -> Placement | None:
+    """A fork at the only worker that is asked, once it has credit for what the fork does not share."""
+    view, uncached = candidate.view, candidate.uncached_tokens
+    if not _has_prompt_credit(candidate) or (uncached >= view.free_kv_tokens and view.running > 0):
+        return None
+    shared = query.num_tokens - uncached
+    return Placement(whole=view.worker_id, reason="fork", uncached_tokens=uncached, shared_tokens=shared)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,15 @@ from baton.proto.messages import LoadReport, Role, Sampling
 from baton.router.admission import ModelLimits
 from baton.router.config import ClusterConfig
 from baton.router.dispatch import Dispatcher, DispatchQueue
+from baton.router.fork import Fork
 from baton.router.journey import Ended, Errand, Journey, JourneySettings
 from baton.router.link import WorkerLink
 from baton.router.load import LoadBook
 from baton.router.observe import Observers
+from baton.router.pace import Paces
 from baton.router.placement import load_policy
 from baton.router.prefix_index import PrefixIndex
+from baton.router.recent import RecentRequests
 from baton.router.tokenizer import Tokenizer
 from baton.scheduler.blocks import prefix_hashes
 
@@ -47,7 +50,11 @@ class Router:
         self.dispatcher = Dispatcher(queue, self.book, time.monotonic)
         self.links: dict[str, WorkerLink] = {}
         self.observers = Observers()
+        self.recent = RecentRequests()
+        self.observers.add(self.recent)
+        self.paces = Paces()
         self.draining = False
+        self.closing = asyncio.Event()
         self.ready = asyncio.Event()
         self.num_running = 0
         self.num_requests = 0
@@ -72,10 +79,13 @@ class Router:
             del self.links[link.worker_id]
             self.book.remove_worker(link.worker_id)
             self.index.drop(link.worker_id)
+            self.paces.drop(link.worker_id)
             self.dispatcher.wake()
 
     def reported(self, report: LoadReport) -> None:
-        if self.book.report(report, time.monotonic()):
+        now = time.monotonic()
+        if self.book.report(report, now):
+            self.paces.report(report, now)
             self.dispatcher.wake()
 
     def limits(self) -> ModelLimits:
@@ -92,13 +102,20 @@ class Router:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def journey(self, errand: Errand) -> Journey:
+    def fork(self, n: int) -> Fork | None:
+        """What n outputs of a request share; None for one, or where their worker would not find their prompt again."""
+        pools = [pool for pool in self.config.pools if pool.role is not Role.PREFILL]
+        return Fork() if n > 1 and all(pool.scheduler.prefix_cache for pool in pools) else None
+
+    def journey(self, errand: Errand, fork: Fork | None = None) -> Journey:
+        """`fork`: that of the request's outputs, if there are several."""
+
         def hashes(token_ids: tuple[int, ...]) -> tuple[Hashable, ...]:
             return tuple(prefix_hashes(token_ids, self._block_size, errand.cache_salt, errand.adapter))
 
         router = self.config.router
         settings = JourneySettings(router.max_retries, router.handoff_timeout_s)
-        return Journey(errand, self.dispatcher, self.links, self.book, hashes, settings, time.monotonic)
+        return Journey(errand, self.dispatcher, self.links, self.book, hashes, settings, time.monotonic, fork)
 
     @property
     def model_name(self) -> str:
@@ -125,6 +142,7 @@ class Router:
     async def drain(self, timeout_s: float) -> bool:
         """Takes no more requests; returns whether those in progress ended in time."""
         self.draining = True
+        self.closing.set()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()

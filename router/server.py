@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -21,10 +22,16 @@ from baton.router.cluster import ClusterService, Workforce
 from baton.router.config import RouterSettings
 from baton.router.gateway import Gateway
 from baton.router.http.app import create_app
+from baton.router.http.metrics_route import metrics_routes
 from baton.router.http.server import HttpServer
+from baton.router.keys import Keyring, read_keys
+from baton.router.metrics import RouterMetrics
+from baton.router.request_log import RequestLog
 from baton.router.router import Router
-from baton.router.service import InferenceService
+from baton.router.service import InferenceService, KeyGuard
 from baton.router.status import UnreadableRequests
+from baton.router.tracing import RequestTracer
+from baton.telemetry.tracing import FLUSH_S, open_sink
 
 log = logging.getLogger(__name__)
 
@@ -51,15 +58,29 @@ class RouterServer:
         self._router = router
         self._workforce = workforce
         self._gateway = Gateway(router)
+        observability = router.config.observability
+        self._spans = open_sink(observability, "baton-router", router.incarnation)
+        self._metrics = RouterMetrics(router, workforce)
+        router.observers.add(self._metrics)
+        router.observers.add(RequestLog())
+        if self._spans is not None:
+            router.observers.add(RequestTracer(self._spans, router.model_name, observability.trace_ratio))
         self._health = HealthServicer()
+        self._keys: Keyring | None = None
         self._server: grpc.aio.Server | None = None
         self._http: HttpServer | None = None
 
     async def open(self, settings: RouterSettings, patience_s: float = 0.0) -> Addresses:
-        """Binds and starts both; returns their addresses. Raises PortTaken if a port stays taken for `patience_s`."""
+        """Binds and starts both; returns their addresses.
+
+        Raises PortTaken if a port stays taken for `patience_s`, KeysError for a keys' file that cannot be used.
+        """
+        self._keys = read_keys(Path(settings.api_keys_file)) if settings.api_keys_file else None
         grpc_address = await self._open_grpc(settings, patience_s)
         try:
-            self._http = HttpServer(create_app(self._router, self._gateway, self._workforce))
+            app = create_app(self._router, self._gateway, self._workforce, self._keys)
+            app.include_router(metrics_routes(self._metrics))
+            self._http = HttpServer(app)
             http_address = await self._http.open(settings.host, settings.http_port, patience_s)
         except OSError as error:
             await self.close()
@@ -69,9 +90,11 @@ class RouterServer:
     async def _open_grpc(self, settings: RouterSettings, patience_s: float) -> str:
         deadline = asyncio.get_running_loop().time() + patience_s
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        guard = (KeyGuard(self._keys),) if self._keys is not None else ()
+        interceptors = (*guard, UnreadableRequests())
         while True:
             server = grpc.aio.server(
-                interceptors=(UnreadableRequests(),),
+                interceptors=interceptors,
                 options=(
                     ("grpc.so_reuseport", 0),
                     ("grpc.max_receive_message_length", settings.max_message_mib << 20),
@@ -90,7 +113,7 @@ class RouterServer:
                 if asyncio.get_running_loop().time() >= deadline:
                     raise PortTaken(f"{host}:{settings.port} cannot be bound: is another process using it?") from error
                 await asyncio.sleep(0.1)
-        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(self._gateway), server)
+        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(self._gateway, self._keys), server)
         cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterService(self._router, self._workforce), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (INFERENCE, CLUSTER, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -110,10 +133,13 @@ class RouterServer:
         return await self._router.drain(timeout_s)
 
     async def close(self, grace_s: float = 0.5) -> None:
+        self._router.closing.set()
         if self._http is not None:
             await self._http.close(grace_s)
         if self._server is not None:
             await self._server.stop(grace_s)
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.close, FLUSH_S)
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", INFERENCE, CLUSTER):

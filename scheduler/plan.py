@@ -59,11 +59,13 @@ class StepResult:
     """What the engine computed for a step.
 
     `token_ids[i]` is the token sampled for chunk i, -1 where the chunk does not sample. `logprobs` maps the index of a
-    chunk to its log-probabilities, for those few chunks that want any.
+    chunk to its log-probabilities, for those few chunks that want any. `refused` maps it to the reason why no token can
+    follow; `token_ids` then holds one that ends the sequence, which nobody is to be told.
     """
 
     token_ids: list[int]
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
 
 
 class Emitted(NamedTuple):

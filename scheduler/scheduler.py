@@ -38,6 +38,10 @@ __all__ = ["Refusal", "Scheduler", "SchedulerConfig", "SchedulerCounters", "Sche
 # sequence comes back only when those who stayed can all grow by that much, so it is not thrown out again at once.
 LOW_WATER_BLOCKS = 2
 
+# Blocks of a whole request's prompt that a decode worker computes itself, when the prefix cache holds the rest. More is
+# a prefill worker's business.
+MAX_UNCACHED_BLOCKS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -84,11 +88,14 @@ class Scheduler:
         self._at_rest = True  # the last plan could do nothing, and nothing has happened since
 
     def add(self, request: Request, now: float) -> Sequence | Refusal:
-        """Takes a request in, or says why it can never run here."""
+        """Takes a request in, or says why it cannot run here."""
         refusal = self._why_never(request)
         if refusal:
             return Refusal(FailureKind.REFUSED, refusal)
         sequence = Sequence(request, self._num_added, now)
+        refusal = self._why_elsewhere(sequence)
+        if refusal:
+            return Refusal(FailureKind.SOURCE_LOST, refusal)
         sequence.max_total_tokens = min(sequence.max_total_tokens, self.config.max_model_len)
         self._num_added += 1
         self._sequences[sequence.sequence_id] = sequence
@@ -304,6 +311,21 @@ class Scheduler:
         if self._num_blocks_for(most) > self.config.num_blocks:
             return f"{what} need {self._num_blocks_for(most)} blocks, the pool has {self.config.num_blocks}"
         return ""
+
+    def _why_elsewhere(self, sequence: Sequence) -> str:
+        """The reason why a whole request should not run on a decode worker: too much of its prompt is not in the prefix
+        cache. Empty if it should.
+
+        What it finds now may be evicted before it is admitted; it is then computed here, as after a preemption.
+        """
+        if self.config.role is not Role.DECODE or sequence.leg is not Leg.WHOLE:
+            return ""
+        length = len(sequence.token_ids)
+        hits = self.pool.match(self._hashes(sequence)) if self._looks_up(sequence) else []
+        num_uncached = length - len(hits) * self._block_size
+        if num_uncached <= MAX_UNCACHED_BLOCKS * self._block_size:
+            return ""
+        return f"{num_uncached} of {length} tokens are not in the prefix cache of this decode worker"
 
     def _admit(self, chunks: list[Chunk], reserved: list[Sequence], budget: int, now: float) -> None:
         """Gives blocks to those who wait, in order, until one of them must go on waiting."""

@@ -18,7 +18,7 @@ from baton.prefill_worker.worker import PrefillWorker
 from baton.proto import cluster_pb2 as cluster
 from baton.proto import cluster_pb2_grpc, inference_pb2_grpc
 from baton.proto.messages import Role
-from baton.proto.settings import SchedulerSettings, TransferSettings, WorkerSettings
+from baton.proto.settings import ObservabilitySettings, SchedulerSettings, TransferSettings, WorkerSettings
 from baton.router.cluster import WorkerState, WorkforceError
 from baton.router.config import ClusterConfig, RouterSettings, defaults
 from baton.router.link import WorkerLink
@@ -67,13 +67,17 @@ class SmallCluster:
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     router_settings: RouterSettings = field(default_factory=lambda: RouterSettings(port=0))
     block_size: int = 16
+    observability: ObservabilitySettings = field(default_factory=ObservabilitySettings)
 
     async def __aenter__(self) -> SmallCluster:
         self.failures: list[BaseException] = []
         config = defaults(prefill=self.prefill, decode=self.decode, colocated=self.colocated)
-        pools = tuple(replace(pool, engine=replace(pool.engine, block_size=self.block_size)) for pool in config.pools)
+        pools = tuple(
+            replace(pool, engine=replace(pool.engine, block_size=self.block_size), scheduler=self.scheduler)
+            for pool in config.pools
+        )
         settings = replace(self.router_settings, http_port=0)
-        config = ClusterConfig("paper", pools, settings, self.transfer)
+        config = ClusterConfig("paper", pools, settings, self.transfer, self.observability)
         self.router = Router(config, Tokenizer(self.model_dir))
         self.seats: dict[str, Seat] = {}
         counts = {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.COLOCATED: self.colocated}
@@ -98,7 +102,14 @@ class SmallCluster:
 
     async def add(self, role: Role, worker_id: str) -> Seat:
         settings = WorkerSettings(
-            worker_id, role.value, role, scheduler=self.scheduler, transfer=self.transfer, idle_report_s=0.02
+            worker_id,
+            role.value,
+            role,
+            scheduler=self.scheduler,
+            transfer=self.transfer,
+            observability=self.observability,
+            idle_report_s=0.02,
+            model_name=self.router.model_name,
         )
         runner = self.make_runner()
         make = PrefillWorker if role is Role.PREFILL else DecodeWorker

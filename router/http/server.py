@@ -11,9 +11,53 @@ from contextlib import suppress
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 KEEP_ALIVE_S = 75
+MAX_HEAD_BYTES = 64 << 10
 START_S = 10.0
+# What the kernel keeps of one connection for a client that does not read. Left to itself it takes megabytes, which hide
+# for minutes that nobody reads. The server's own buffer is as large; then the answer's writer has to wait.
+SEND_BUFFER_BYTES = 64 << 10
+# A connection whose client takes nothing of what is buffered for so long is reset.
+UNREAD_MS = 900_000
+
+
+class _Protocol(HttpToolsProtocol):
+    """One connection, with two gaps closed: a request's head without end would be gathered without end, and of several
+    requests sent in one go only the last would hear that the client is gone."""
+
+    _in_head = True
+    _head_bytes = 0
+    _num_turns = 0
+    _cycles: tuple[RequestResponseCycle, ...] = ()
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._head_bytes = False, 0
+        self._num_turns += 1
+        super().on_headers_complete()
+        self._cycles = (*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle)
+
+    def on_message_complete(self) -> None:
+        self._in_head = True
+        self._num_turns += 1
+        super().on_message_complete()
+
+    def data_received(self, data: bytes) -> None:
+        num_turns = self._num_turns
+        super().data_received(data)
+        # Only bytes between which nothing began or ended are all of one head.
+        if self._in_head and num_turns == self._num_turns and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.send_400_response(f"The request's head is larger than {MAX_HEAD_BYTES} bytes.")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+            cycle.message_event.set()
 
 
 class _Server(uvicorn.Server):
@@ -45,8 +89,10 @@ class HttpServer:
             access_log=False,
             lifespan="off",
             timeout_keep_alive=KEEP_ALIVE_S,
-            h11_max_incomplete_event_size=64 << 10,
+            http=_Protocol,
+            ws="none",
             server_header=False,
+            proxy_headers=False,
         )
         self._server = _Server(config)
         self._task = asyncio.create_task(self._serve(listener))
@@ -64,9 +110,13 @@ class HttpServer:
             async with asyncio.timeout(grace_s):
                 await asyncio.shield(self._task)
                 return
+        # Whoever answers somebody hears that the client is gone, and ends as for any that goes.
+        state = self._server.server_state
+        answers = list(state.tasks)
+        for connection in list(state.connections):
+            connection.transport.abort()
         self._server.force_exit = True
-        self._task.cancel()
-        await asyncio.wait([self._task], timeout=START_S)
+        await asyncio.wait([self._task, *answers], timeout=START_S)
 
     async def _serve(self, listener: socket.socket) -> None:
         assert self._server is not None
@@ -79,6 +129,10 @@ async def _bound(host: str, port: int, patience_s: float) -> socket.socket:
     while True:
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections inherit these.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)
         try:
             listener.bind((host, port))
             return listener

@@ -45,12 +45,14 @@ class Echo:
     async def model(self) -> bench.ServedModel:
         return MODEL
 
-    async def stream(self, prompt: Sequence[int], output_tokens: int, seed: int) -> AsyncIterator[int]:
+    async def stream(self, prompt: Sequence[int], output_tokens: int, seed: int) -> AsyncIterator[bench.Message]:
         self.active += 1
         self.most_active = max(self.most_active, self.active)
+        total = 0
         try:
             async for count in self._serve(output_tokens):
-                yield count
+                total += count
+                yield bench.Message(total, has_tokens=count > 0)
         finally:
             self.active -= 1
 
@@ -108,6 +110,13 @@ def test_goodput_counts_requests_that_met_every_objective_and_failures_met_none(
     assert report.goodput_per_s == pytest.approx(1 / 2.0)
     assert report.errors == {"UNAVAILABLE": 1}
     assert report.num_finished == 3
+
+
+def test_without_objectives_there_is_no_goodput_and_nothing_to_attain() -> None:
+    report = bench.summarize([job()], [sample()], bench.Objectives())
+    assert (report.goodput_per_s, report.attainment) == (None, None)
+    assert bench.summarize([job()], [], bench.Objectives(ttft_ms=1)).attainment is None
+    assert bench.summarize([job()], [sample()], bench.Objectives(ttft_ms=1e6)).attainment == 1.0
 
 
 def test_a_report_on_nothing_is_still_a_report() -> None:
@@ -236,28 +245,40 @@ MODELS = {"data": [{"id": "other", "max_model_len": 512}]}
 
 
 class Http:
-    """An HTTP server of one canned answer a path."""
+    """An HTTP server of one canned answer a path. `answers_each`: how many requests a connection gets, then it ends."""
 
-    def __init__(self, completions: bytes, status: str = "200 OK") -> None:
+    def __init__(self, completions: bytes, status: str = "200 OK", answers_each: int = 100) -> None:
         self._completions = completions
         self._status = status
+        self._answers_each = answers_each
         self.questions: list[dict[str, object]] = []
+        self.connections = 0
+        self.models = MODELS
         self.url = ""
 
     async def __aenter__(self) -> Http:
-        self._server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._converse, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/v1"
         return self
 
     async def __aexit__(self, *error: object) -> None:
         self._server.close()
 
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            for _ in range(self._answers_each):
+                await self._answer(reader, writer)
+        except asyncio.IncompleteReadError:
+            pass
+        writer.close()
+
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         length = int(head.lower().split("content-length:")[1].split()[0])
         body = await reader.readexactly(length)
         if head.startswith("GET /v1/models"):
-            found = json.dumps(MODELS).encode()
+            found = json.dumps(self.models).encode()
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(found), found))
         else:
             assert head.startswith("POST /v1/completions ")
@@ -269,7 +290,6 @@ class Http:
                 await writer.drain()
             writer.write(b"0\r\n\r\n")
         await writer.drain()
-        writer.close()
 
 
 def events(*parts: object) -> bytes:
@@ -285,6 +305,13 @@ CHUNK = {"choices": [{"text": "x"}]}
         (b": comment\n\n" + events(CHUNK, CHUNK, CHUNK) + b"data: [DONE]\n\n", 3, 3),
         (events(CHUNK | {"usage": {"completion_tokens": 2}}, CHUNK | {"usage": {"completion_tokens": 5}}), 2, 5),
         (events(CHUNK, CHUNK, {"choices": [], "usage": {"completion_tokens": 2}}), 2, 2),
+        # The account at the end may say that a message had several tokens: it is no message of tokens itself.
+        (events(CHUNK, CHUNK, {"choices": [], "usage": {"completion_tokens": 6}}), 2, 6),
+        (events(CHUNK, CHUNK, {"choices": [], "usage": {"completion_tokens": 1}}), 2, 1),
+        # Neither is an end without text, nor a beginning without tokens. A token without text is one.
+        (events(CHUNK, {"choices": [{"text": "", "finish_reason": "length"}]}), 1, 1),
+        (events(CHUNK, {"choices": [{"text": "", "finish_reason": None}]}), 2, 2),
+        (events(CHUNK | {"usage": {"completion_tokens": 0}}, CHUNK | {"usage": {"completion_tokens": 1}}), 1, 1),
     ],
 )
 async def test_an_openai_style_server_is_measured(completions: bytes, num_messages: int, num_tokens: int) -> None:
@@ -299,6 +326,7 @@ async def test_an_openai_style_server_is_measured(completions: bytes, num_messag
     assert http.questions[0]["prompt"] == [7, 8]
     assert http.questions[0]["max_tokens"] == 3
     assert http.questions[0]["model"] == "other"
+    await server.close()
 
 
 @pytest.mark.parametrize(
@@ -320,7 +348,38 @@ async def test_a_server_that_is_not_there_is_named() -> None:
         await OpenAIServer("http://127.0.0.1:1", None, timeout_s=10.0).model()
 
 
-@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://x", "http://"])
+async def test_connections_are_kept_and_no_more_than_needed_are_made() -> None:
+    async with Http(events(CHUNK) + b"data: [DONE]\n\n") as http:
+        server = OpenAIServer(http.url, None, timeout_s=10.0)
+        await server.model()
+        samples = await bench.run(server, [job()] * 20, concurrency=2)
+        await server.close()
+    assert [sample.error for sample in samples] == [""] * 20
+    assert http.connections <= 2
+    assert len(http.questions) == 20
+
+
+async def test_a_kept_connection_that_the_server_has_closed_costs_no_request() -> None:
+    async with Http(events(CHUNK) + b"data: [DONE]\n\n", answers_each=2) as http:
+        server = OpenAIServer(http.url, None, timeout_s=10.0)
+        samples = await bench.run(server, [job()] * 9, concurrency=1)
+        await server.close()
+    assert [sample.error for sample in samples] == [""] * 9
+    assert (http.connections, len(http.questions)) == (5, 9)
+
+
+async def test_prompts_are_made_of_the_servers_own_vocabulary_where_it_tells() -> None:
+    async with Http(b"") as http:
+        http.models = {"data": [{"id": "small", "max_model_len": 512, "vocab_size": 300}]}
+        model = await OpenAIServer(http.url, None, timeout_s=10.0).model()
+        assert model.token_ids == ordinary_token_ids(300)
+        for nothing in ({"data": []}, {}, [], {"data": [{"object": "model"}]}):
+            http.models = nothing
+            with pytest.raises(errors.NotFound):
+                await OpenAIServer(http.url, None, timeout_s=10.0).model()
+
+
+@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://x", "http://", "http://x:99999", "http://[::1"])
 def test_an_address_without_a_host_is_refused(url: str) -> None:
     with pytest.raises(BadAddress):
         OpenAIServer(url, None, timeout_s=1.0)

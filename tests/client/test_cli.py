@@ -350,6 +350,27 @@ def test_a_wrong_command_line_is_explained(words: list[str], capsys: pytest.Capt
     assert "usage: baton" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["bench", "--num-requests", "0"], "argument --num-requests: is '0', must be a whole number from 1 to"),
+        (["bench", "--num-requests", "ten"], "argument --num-requests: is 'ten', must be a whole number from 1 to"),
+        (["bench", "--concurrency", "0"], "argument --concurrency: is '0', must be a whole number from 1 to"),
+        (["bench", "--rate", "nan"], "argument --rate: is 'nan', must be a number above 0"),
+        (["bench", "--scale-lengths", "inf"], "argument --scale-lengths: is 'inf', must be a finite number above 0"),
+        (["serve", "--port", "70000"], "argument --port: is '70000', must be a whole number from 0 to 65535"),
+        (["serve", "--prefill", "-1"], "argument --prefill: is '-1', must be a whole number from 0 to"),
+    ],
+)
+def test_a_wrong_number_is_told_with_its_option_and_its_bounds(
+    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
 def test_the_command_starts_without_ray_and_torch() -> None:
     code = "import sys, baton.client.cli; print({'ray', 'torch', 'transformers'} & sys.modules.keys())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

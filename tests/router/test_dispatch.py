@@ -279,6 +279,66 @@ def test_late_binding_starts_no_prompt_that_nobody_could_decode() -> None:
     assert cluster.placed() == []
 
 
+# --- forks: one worker each, which has their prompt's KV ---
+
+
+def fork(cluster: Cluster, name: str, at: str, num_tokens: int = 50, deadline: float | None = None) -> None:
+    cluster.queue.push(ask(name, num_tokens, at=at, attempt=1), deadline, cluster.now, Stage.FORK)
+
+
+def test_a_fork_goes_to_its_worker_and_counts_only_what_it_does_not_share() -> None:
+    cluster = Cluster(Role.PREFILL, Role.DECODE, Role.DECODE)
+    hashes = ("block 0", "block 1", "block 2")
+    cluster.index.record("decode1", hashes)
+    cluster.queue.push(ask("a", 50, at="decode1", prefix_hashes=hashes), None, cluster.now, Stage.FORK)
+    (decision,) = cluster.advance()
+    placement = Placement(whole="decode1", reason="fork", uncached_tokens=2, shared_tokens=48)
+    assert decision.outcome == placement
+    view = cluster.book.view("decode1", cluster.now)
+    assert (view.queued_tokens, view.in_flight) == (2, 1)
+    assert view.free_kv_tokens == view.total_kv_tokens - 16
+    cluster.book.withdraw(decision.ticket.query, placement)
+    assert cluster.book.in_flight == 0
+
+
+def test_a_fork_waits_for_credit_at_its_worker_and_stands_in_nobodys_way() -> None:
+    cluster = Cluster(Role.PREFILL, Role.DECODE, Role.DECODE)
+    fork(cluster, "full", "decode1", 150)
+    fork(cluster, "waits", "decode1", 100)
+    fork(cluster, "small, but later", "decode1", 10)
+    fork(cluster, "elsewhere", "decode2", 100)
+    cluster.push("ordinary", 50)
+    assert cluster.placed() == ["full", "elsewhere", "ordinary"]
+    cluster.end("full")
+    assert cluster.placed() == ["waits", "small, but later"]
+
+
+@pytest.mark.parametrize("why", ["it drains", "it is gone"])
+def test_a_fork_does_not_wait_for_a_worker_that_takes_nothing_more(why: str) -> None:
+    cluster = pair_cluster()
+    fork(cluster, "full", "decode1", 150)
+    fork(cluster, "waits", "decode1", 150)
+    assert cluster.placed() == ["full"]
+    if why == "it drains":
+        cluster.book.set_draining("decode1", True)
+    else:
+        cluster.book.remove_worker("decode1")
+    (decision,) = cluster.advance()
+    assert decision.outcome == NoWorker("decode1 takes nothing any more")
+    assert cluster.queue.num_requests == 0
+
+
+def test_a_fork_that_waits_too_long_is_told_so() -> None:
+    cluster = pair_cluster()
+    fork(cluster, "full", "decode1", 150)
+    fork(cluster, "waits", "decode1", 150, deadline=cluster.now + 1.0)
+    assert cluster.placed() == ["full"]
+    assert cluster.queue.next_event() == cluster.now + 1.0
+    cluster.now += 1.0
+    (decision,) = cluster.advance()
+    assert isinstance(decision.outcome, DeadlinePassed)
+
+
 def test_a_removed_ticket_is_gone_and_its_tokens_too() -> None:
     cluster = Cluster()
     first, second = cluster.push("a", 30), cluster.push("b", 40)
@@ -323,7 +383,7 @@ class Worker:
 
 events = st.lists(
     st.one_of(
-        st.tuples(st.just("push"), st.integers(1, 260)),
+        st.tuples(st.sampled_from(["push", "push", "fork"]), st.integers(1, 260)),
         st.tuples(st.sampled_from(["wake", "send", "compute", "report", "deliver", "end", "drain"]), st.integers(0, 5)),
     ),
     min_size=5,
@@ -349,6 +409,10 @@ def test_no_worker_ever_holds_more_than_its_credit_and_nothing_stays_counted(
         if operation == "push":
             total += 1
             cluster.push(f"r{total}", value)
+        elif operation == "fork" and in_flight:
+            total += 1
+            placement = in_flight[sorted(in_flight)[value % len(in_flight)]]
+            fork(cluster, f"r{total}", placement.whole or placement.decode or "nobody", value)
         elif operation == "send" and unsent[worker.worker_id]:
             leg_id, num_tokens = unsent[worker.worker_id].pop(0)
             worker.last_submit += 1
@@ -371,6 +435,9 @@ def test_no_worker_ever_holds_more_than_its_credit_and_nothing_stays_counted(
             cluster.book.set_draining(worker.worker_id, worker.worker_id in draining)
         elif operation == "wake":
             for decision in cluster.advance():
+                if isinstance(decision.outcome, NoWorker):
+                    assert decision.ticket.query.at in draining | {"nobody"}
+                    continue
                 assert isinstance(decision.outcome, Placement)
                 in_flight[decision.ticket.query.attempt_id] = decision.outcome
                 for leg, worker_id in decision.outcome.legs():

@@ -8,13 +8,15 @@ lands or settles, the latest moment allowed. So a block that is reused too early
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.proto.messages import FinishReason, Leg, Request, Role, Sampling
+from baton.proto.messages import FailureKind, FinishReason, Leg, Request, Role, Sampling
 from baton.proto.settings import SchedulerSettings
+from baton.scheduler.blocks import prefix_hashes
 from baton.scheduler.plan import Emitted, StepResult
 from baton.scheduler.scheduler import Refusal, Scheduler, SchedulerConfig
 from baton.scheduler.sequence import State
@@ -68,11 +70,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             deadline_s=data.draw(st.sampled_from([None, 1.0, 9.0]), "deadline_s"),
             cache_salt=data.draw(st.sampled_from(["", "", "salt"]), "salt"),
         )
+        self.offer(request)
+
+    @precondition(lambda self: self.leg is Leg.DECODE)
+    @rule(data=st.data())
+    def fork(self, data):
+        """A further output of a prompt that has landed."""
+        if sequence := self.pick(data, data.draw(st.sampled_from([State.LANDED, State.RUNNING, State.PREEMPTED]))):
+            number = len(self.requests)
+            self.offer(replace(sequence.request, sequence_id=f"s{number}", leg=Leg.WHOLE))
+
+    def offer(self, request):
+        never, elsewhere = self.can_never_run(request), self.runs_elsewhere(request)
         outcome = self.scheduler.add(request, self.now)
         if isinstance(outcome, Refusal):
-            assert self.can_never_run(request)
+            assert outcome.kind is (FailureKind.REFUSED if never else FailureKind.SOURCE_LOST)
+            assert never or elsewhere
             return
-        assert not self.can_never_run(request)
+        assert not never
+        assert not elsewhere
         self.requests[request.sequence_id] = request
         self.emitted[request.sequence_id] = []
 
@@ -265,6 +281,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             room = most
         fits = room <= 24 and room <= self.block_size * self.scheduler.config.num_blocks
         return not fits or request.num_prompt_tokens < 1 or num_tokens >= most
+
+    def runs_elsewhere(self, request):
+        """Whether a decode worker would have to compute more than two blocks of a whole request."""
+        config = self.scheduler.config
+        if config.role is not Role.DECODE or request.leg is not Leg.WHOLE:
+            return False
+        names = prefix_hashes(request.token_ids, self.block_size, request.cache_salt)
+        looks_up = config.settings.prefix_cache and request.sampling.prompt_logprobs is None
+        cached = self.block_size * len(self.scheduler.pool.match(names)) if looks_up else 0
+        return len(request.token_ids) - cached > 2 * self.block_size
 
     def next_token(self, sequence):
         """A function of the sequence and the position alone, as sampling is."""

@@ -1,0 +1,124 @@
+"""What a client asks of an output's form, in the grammar library's notation.
+
+Owns: the translation of JSON schemas, expressions, Lark grammars and choices, their bounds, and the check that the
+library can follow them. Refuses to know: tokens, models, and where the grammar is applied (`engine.grammar`).
+
+    Grammar message --> size --> notation --> the library's validation --> str          for Sampling.grammar
+                                                                           BadGrammar   what is wrong with it
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+from llguidance import LLMatcher
+
+from baton.proto import inference_pb2 as inference
+from baton.proto.grammar import deep_thread, parser_limits
+
+MAX_SCHEMA_BYTES = 65536
+MAX_RULES_BYTES = 16384
+"""Of an expression or a Lark grammar: their cost may grow with the square of their size."""
+
+# Between two parts of a JSON text. Without a bound, a model that is lost can fill its whole output with blanks.
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+_VALIDATION_S = 30.0
+_MAX_REASON_CHARS = 240
+_REMEMBERED = 128
+
+
+@dataclass(frozen=True, slots=True)
+class BadGrammar:
+    """Why a grammar cannot be followed: what it holds and what it may hold."""
+
+    value: str
+    bound: str
+
+
+def translate(message: inference.Grammar) -> str | BadGrammar:
+    """The grammar of a message whose kind is set. Safe from several threads; the same grammar is validated once.
+
+    Takes about a millisecond, and up to half a second for the worst that a client can write.
+    """
+    match message.WhichOneof("kind"):
+        case "json_schema":
+            return _of_schema(message.json_schema)
+        case "json_object" if message.json_object:
+            return _of_schema('{"type":"object"}')
+        case "json_object":
+            return BadGrammar("false", "true, or absent")
+        case "regex":
+            return _of_rules(message.regex, LLMatcher.grammar_from_regex(message.regex))
+        case "lark":
+            return _of_rules(message.lark, LLMatcher.grammar_from_lark(message.lark))
+        case "choices":
+            return _of_choices(message.choices.texts)
+    return BadGrammar("empty", "one of json_schema, json_object, regex, lark and choices")
+
+
+def _of_schema(text: str) -> str | BadGrammar:
+    if (size := len(text.encode())) > MAX_SCHEMA_BYTES:
+        return BadGrammar(f"{size} bytes", f"at most {MAX_SCHEMA_BYTES} bytes")
+    try:
+        schema = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        return BadGrammar(repr(text), f"a JSON Schema, as JSON ({error})")
+    if not isinstance(schema, dict):
+        return BadGrammar(repr(text), "a JSON object that holds a JSON Schema")
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
+    except ValueError as error:
+        return BadGrammar(repr(text), f"a JSON Schema that can be followed ({_reason(str(error))})")
+    return _validated(text, grammar, "a JSON Schema that can be followed")
+
+
+def _of_rules(text: str, grammar: str) -> str | BadGrammar:
+    if not text:
+        return BadGrammar(repr(text), "at least one character")
+    if (size := len(text.encode())) > MAX_RULES_BYTES:
+        return BadGrammar(f"{size} bytes", f"at most {MAX_RULES_BYTES} bytes")
+    return _validated(text, grammar, "a grammar that can be followed")
+
+
+def _of_choices(texts: Sequence[str]) -> str | BadGrammar:
+    if not texts:
+        return BadGrammar("empty", "at least one text")
+    if (size := sum(len(text.encode()) for text in texts)) > MAX_SCHEMA_BYTES:
+        return BadGrammar(f"{size} bytes", f"at most {MAX_SCHEMA_BYTES} bytes")
+    # One terminal: as rules of their own, each text would be a lexeme, and none could be the beginning of another.
+    alternatives = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    grammar = LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {alternatives}")
+    return _validated(f"{len(texts)} texts", grammar, "texts that can be followed")
+
+
+def _validated(text: str, grammar: str, bound: str) -> str | BadGrammar:
+    fault = _fault(grammar)
+    return BadGrammar(repr(text), f"{bound} ({fault})") if fault else grammar
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _fault(grammar: str) -> str:
+    """What the library finds wrong; empty if it can follow the grammar."""
+    task = _library().submit(LLMatcher.validate_grammar_with_warnings, grammar, limits=parser_limits())
+    is_error, messages = task.result(_VALIDATION_S)
+    return _reason(messages[0]) if is_error else ""
+
+
+@cache
+def _library() -> ThreadPoolExecutor:
+    """The process's one thread for the library, made when it is first needed."""
+    return deep_thread("grammar")
+
+
+def _reason(message: str) -> str:
+    """One line of what may be many; the library quotes the grammar."""
+    line = " ".join(message.split())
+    return line if len(line) <= _MAX_REASON_CHARS else line[: _MAX_REASON_CHARS - 3] + "..."
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

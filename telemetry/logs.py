@@ -1,0 +1,95 @@
+"""Log lines of one process, for people or for machines.
+
+Owns: their form, and which loggers are heard. Refuses to know: who logs what.
+
+    text   2026-11-30 12:00:00,123 INFO router baton.router.request_log: request ended request_id=a1 outcome=stop
+    json   {"ts": "2026-11-30T12:00:00.123456+00:00", "level": "info", "process": "router", "logger": ..., ...}
+
+Values beside the message go in by `extra=fields(request_id=..., ...)`: keys of the JSON object, key=value in text.
+No key of a client may be in any line, nor a prompt or an output, unless `log_prompts` says so, and then only in the
+line of the request that ended. What quotes a client's values, as refusals do, goes to that client only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import TextIO
+
+from baton.proto.settings import ObservabilitySettings
+
+FIELDS = "baton_fields"
+
+Field = str | bool | int | float | list[str] | None
+
+_PLAIN = re.compile(r"[^\s\"'=\\]+")
+
+
+def configure(settings: ObservabilitySettings, process: str, stream: TextIO | None = None) -> logging.Handler:
+    """Sends the log of this process, which calls itself `process`, to stderr or `stream`; returns the one handler."""
+    handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
+    handler.setFormatter(JsonFormatter(process) if settings.log_format == "json" else TextFormatter(process))
+    level = logging.getLevelNamesMapping()[settings.log_level.upper()]
+    # What libraries say for their own developers stays out, and with it whatever they would quote.
+    logging.basicConfig(level=max(level, logging.INFO), handlers=[handler], force=True)
+    logging.getLogger("baton").setLevel(level)
+    return handler
+
+
+def fields(**values: Field) -> dict[str, dict[str, Field]]:
+    """Values for a log call's `extra`."""
+    return {FIELDS: values}
+
+
+class TextFormatter(logging.Formatter):
+    """One line a record, and the traceback below it."""
+
+    def __init__(self, process: str) -> None:
+        shown = process.replace("%", "%%")
+        super().__init__(f"%(asctime)s %(levelname)s {shown} %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        pairs = (f" {name}={_shown(value)}" for name, value in _fields(record).items())
+        return super().formatMessage(record) + "".join(pairs)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line. `exc` is the traceback, of a record that has one."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Field] = {
+            "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["exc"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            entry["stack"] = record.stack_info
+        # A field never takes the place of what every line has.
+        return json.dumps({**entry, **_fields(record), **entry}, default=str)
+
+
+def _fields(record: logging.LogRecord) -> Mapping[str, Field]:
+    found: Mapping[str, Field] = getattr(record, FIELDS, {})
+    return found
+
+
+def _shown(value: Field) -> str:
+    """As it is where that is one word, in JSON otherwise: a line stays a line, whatever a client's name for itself."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list):
+        return ",".join(_shown(entry) for entry in value)
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)
