@@ -261,6 +261,10 @@ def _checked(config: ClusterConfig) -> ClusterConfig:
             raise ConfigError(pools, problem)
     _check_alike(config)
     _check_transfer(config.transfer, paired=sizes[Role.PREFILL] > 0)
+    endpoint = config.observability.trace_endpoint
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        problem = f"is {endpoint!r}, must be a URL like http://collector:4318"
+        raise ConfigError(f"{SECTION}.observability.trace_endpoint", problem)
     for pool in config.pools:
         _check_devices(pool)
     return config

@@ -55,7 +55,8 @@ class Gateway:
         arrived_s = time.monotonic()
         outcome = await self._open(request, call, arrived_s)
         if isinstance(outcome, Refused):
-            self.router.observers.refused(outcome.trouble.value, call)
+            fields = [violation.field for violation in outcome.violations]
+            self.router.observers.refused(outcome.trouble.value, call, fields)
         return outcome
 
     def abort(self, request_id: str) -> bool:

@@ -14,6 +14,7 @@ client sends is one.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prometheus_client.registry import Collector
@@ -113,7 +114,7 @@ class RouterMetrics:
     def began(self, request_id: str, call: Call) -> str:
         return ""
 
-    def refused(self, trouble: str, call: Call) -> None:
+    def refused(self, trouble: str, call: Call, fields: Sequence[str]) -> None:
         self._requests[call.face, trouble].inc()
 
     def tokens(self, num_tokens: int, gap_s: float | None) -> None:

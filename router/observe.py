@@ -7,6 +7,7 @@ waits, or raises, holds up or ends a client's request.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -86,8 +87,8 @@ class Observer(Protocol):
         """A request was admitted. Returns the traceparent that its legs carry; empty from who does not trace."""
         ...
 
-    def refused(self, trouble: str, call: Call) -> None:
-        """A request was not admitted, for a Trouble of this value."""
+    def refused(self, trouble: str, call: Call, fields: Sequence[str]) -> None:
+        """A request was not admitted, for a Trouble of this value. `fields`: those of the request that are at fault."""
         ...
 
     def tokens(self, num_tokens: int, gap_s: float | None) -> None:
@@ -112,9 +113,9 @@ class Observers:
         traceparents = [observer.began(request_id, call) for observer in self._observers]
         return next(filter(None, traceparents), "")
 
-    def refused(self, trouble: str, call: Call) -> None:
+    def refused(self, trouble: str, call: Call, fields: Sequence[str]) -> None:
         for observer in self._observers:
-            observer.refused(trouble, call)
+            observer.refused(trouble, call, fields)
 
     def tokens(self, num_tokens: int, gap_s: float | None) -> None:
         for observer in self._observers:

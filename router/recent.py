@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from baton.proto import cluster_pb2 as cluster
@@ -40,7 +40,7 @@ class RecentRequests:
     def began(self, request_id: str, call: Call) -> str:
         return ""
 
-    def refused(self, trouble: str, call: Call) -> None:
+    def refused(self, trouble: str, call: Call, fields: Sequence[str]) -> None:
         self.num_refused += 1
 
     def tokens(self, num_tokens: int, gap_s: float | None) -> None:

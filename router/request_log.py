@@ -7,6 +7,7 @@ logged: a record has them only where they may.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from baton.router.journey import Trouble
 from baton.router.observe import Call, RequestRecord
@@ -22,9 +23,10 @@ class RequestLog:
     def began(self, request_id: str, call: Call) -> str:
         return ""
 
-    def refused(self, trouble: str, call: Call) -> None:
-        # Only the kind: the message to the client may quote what the client sent.
-        log.info("request refused", extra=fields(face=call.face.value, client=call.client or None, outcome=trouble))
+    def refused(self, trouble: str, call: Call, at_fault: Sequence[str]) -> None:
+        # Not the message to the client: it may quote what the client sent.
+        line = {"face": call.face.value, "client": call.client or None, "outcome": trouble, "fields": list(at_fault)}
+        log.info("request refused", extra=fields(**line))
 
     def tokens(self, num_tokens: int, gap_s: float | None) -> None:
         """Counted at the end."""

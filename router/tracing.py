@@ -52,7 +52,7 @@ class RequestTracer:
         context = begin(read_traceparent(call.traceparent), self._ratio)
         return context.traceparent if context.sampled else ""
 
-    def refused(self, trouble: str, call: Call) -> None:
+    def refused(self, trouble: str, call: Call, fields: Sequence[str]) -> None:
         """There is nothing to draw: nothing has run."""
 
     def tokens(self, num_tokens: int, gap_s: float | None) -> None:

@@ -6,7 +6,7 @@ Owns: the verdict and what counts as progress. Refuses to know: who asks and how
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from baton.proto.messages import Role
 from baton.router.observe import Call, RequestRecord
@@ -60,7 +60,7 @@ class Health:
             self._progress_s = self._clock()
         return ""
 
-    def refused(self, trouble: str, call: Call) -> None:
+    def refused(self, trouble: str, call: Call, fields: Sequence[str]) -> None:
         pass
 
     def tokens(self, num_tokens: int, gap_s: float | None) -> None:

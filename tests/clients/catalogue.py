@@ -143,9 +143,10 @@ def _guidellm(directory: Path, _said: str) -> str:
 
 
 def _aiperf(directory: Path, _said: str) -> str:
-    (summary,) = (directory / "aiperf").glob("**/profile_export_aiperf.json")
-    result = json.loads(summary.read_text())
-    records = [json.loads(line) for line in (summary.parent / "profile_export.jsonl").read_text().splitlines()]
+    results = directory / "aiperf"
+    result = json.loads((results / "profile_export_aiperf.json").read_text())
+    lines = map(json.loads, (results / "profile_export.jsonl").read_text().splitlines())
+    records = [line for line in lines if line["metadata"]["benchmark_phase"] == "profiling"]
     assert len(records) == 8, records
     assert not any(record.get("error") for record in records), records
     assert result["request_count"]["avg"] == 8, result["request_count"]
@@ -153,9 +154,13 @@ def _aiperf(directory: Path, _said: str) -> str:
     assert result["output_sequence_length"]["avg"] == 8, result["output_sequence_length"]
     ttft, itl = result["time_to_first_token"]["avg"], result["inter_token_latency"]["avg"]
     assert ttft > 0, result["time_to_first_token"]
-    scraped = next(summary.parent.glob("server_metrics_export*.json"))
-    assert "vllm:generation_tokens" in scraped.read_text(), f"{scraped.name} lacks the server's metrics"
-    return f"8 requests, TTFT {ttft:.0f} ms, ITL {itl:.0f} ms, server metrics scraped"
+    cached = result["usage_prompt_cache_read_tokens"]["avg"]
+    assert "vllm:generation_tokens" in (results / "server_metrics_export.json").read_text(), (
+        "server metrics are missing"
+    )
+    return (
+        f"8 requests, TTFT {ttft:.0f} ms, ITL {itl:.0f} ms, {cached:.0f} prompt tokens cached, server metrics scraped"
+    )
 
 
 def _schemathesis(_directory: Path, said: str) -> str:
