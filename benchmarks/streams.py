@@ -3,10 +3,10 @@
     python benchmarks/streams.py [--streams 512] [--tokens 96] [--rate 10] [--slow 0] [--json OUT]
 
 One router process with null workers (`null_workers.py`), clients in this process: first all streams over gRPC, then all
-over HTTP. Each stream is compared with what its worker said: every token once, in order, and the text that one decoding
-of all of them gives. CPU is user and system time of the router's process from the first request to the last token,
-divided by the tokens. `floor` is the same without a router: a server of the same kind whose handler sends the same
-messages, ready made, at the same times; what is above it is Baton's own.
+over HTTP. Each stream is compared with what its worker said: over gRPC every token once, in order, over both the text
+that one decoding of all of them gives, and the count. CPU is user and system time of the router's process from the
+first request to the last token, divided by the tokens. `floor` is the same without a router: a server of the same kind
+whose handler sends the same messages, ready made, at the same times; what is above it is Baton's own.
 
 `--slow N` adds N streams whose clients read nothing until all others are done, and then everything.
 
