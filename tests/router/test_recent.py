@@ -89,6 +89,6 @@ def test_a_full_queue_refuses_and_every_other_trouble_fails(trouble: Trouble) ->
     recent = RecentRequests()
     recent.ended(record("bad", trouble=trouble.value))
     recent.ended(record("good"))
-    recent.refused(trouble.value, CALL)
+    recent.refused(trouble.value, CALL, [])
     is_refused = trouble is Trouble.OVERLOADED
     assert (recent.num_refused, recent.num_failed) == (1 + is_refused, 1 - is_refused)
