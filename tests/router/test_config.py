@@ -390,5 +390,5 @@ def test_the_start_commands_of_head_and_workers_fit_together() -> None:
 
 def test_a_trace_endpoint_that_is_no_url_is_refused():
     section = {"pools": {"both": {"role": "colocated"}}, "observability": {"trace_endpoint": "collector:4318"}}
-    with pytest.raises(ConfigError, match="observability.trace_endpoint is 'collector:4318', must be a URL"):
+    with pytest.raises(ConfigError, match=r"observability\.trace_endpoint is 'collector:4318', must be a URL"):
         from_mapping({"metadata": {"baton": section}})
