@@ -13,7 +13,7 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I src
 STAMP := .venv/.baton-$(shell { cat requirements.lock requirements-nodeps.lock pyproject.toml; pwd; } | cksum | tr ' ' -)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-browser lint proto bench venv clean
+.PHONY: help demo serve test test-browser test-clients lint proto bench venv clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -36,6 +36,10 @@ endif
 # Its file is named so that pytest collects it only when it is asked to: other tests need nothing but this Makefile.
 test-browser: venv ## Look at the status page with Chromium, which has to be installed.
 	$(BIN)/python -m pytest tests/browser/look_at_cluster_page.py $(ARGS)
+
+# Some of them need hundreds of packages, and not the same versions: each has an environment in .venv-clients.
+test-clients: venv ## Run the clients of docs/clients.md and 10,000 odd requests; ARGS names some: ARGS="curl fuzz".
+	PYTHONPATH=tests $(BIN)/python -m clients.run $(ARGS)
 
 lint: venv ## Check style, formatting, types, and that the generated protocol code is up to date.
 	$(BIN)/python -m ruff check .
@@ -67,4 +71,4 @@ $(STAMP):
 
 clean: ## Remove caches and build outputs; .venv stays.
 	rm -rf build dist src/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache benchmarks/out
-	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -19,21 +19,23 @@ import torch
 
 from baton import __version__
 from baton.engine import kv_cache
-from baton.engine.checkpoint import model_name, resolve_model
+from baton.engine.checkpoint import cache_directory, model_name, resolve_model
 from baton.engine.description import ModelDescription
 from baton.engine.grammar import NO_LIMITS, Constrained, Grammars
 from baton.engine.layers import Batch, Decoder
 from baton.engine.models import llama, mistral, qwen2, qwen3
 from baton.engine.models.config import ModelConfig, UnsupportedModel, read_config
+from baton.engine.native import NativeDecoder
 from baton.engine.sampler import Row, sample, token_logprobs
 from baton.engine.weights import Weights
+from baton.kernels.cpu.library import Cpu, open_cpu
 from baton.kernels.kv_store import Slots
 from baton.kernels.paged_attention import plan_attention
 from baton.proto.messages import KvGeometry, TokenLogprob
 from baton.proto.settings import EngineSettings
 from baton.scheduler.plan import Chunk, Logprobs, Step, StepResult
 
-_LOADERS: dict[str, Callable[[ModelConfig, Weights], Decoder]] = {
+_LOADERS: dict[str, Callable[[ModelConfig, Weights, Cpu | None], Decoder | NativeDecoder]] = {
     "llama": llama.load,
     "mistral": mistral.load,
     "qwen2": qwen2.load,
@@ -60,8 +62,12 @@ class Runner:
         dtype: torch.dtype = getattr(torch, settings.dtype)
         self._device = torch.device(settings.device)
         self._block_size = settings.block_size
+        self._cpu = None
+        if settings.device == "cpu" and settings.cpu_kernels != "torch":
+            self._cpu = open_cpu(cache_directory() / "kernels", torch.get_num_threads())
         with torch.inference_mode():
-            self._decoder = _LOADERS[config.family](config, Weights(path, dtype, self._device))
+            weights = Weights(path, dtype, self._device)
+            self._decoder = _LOADERS[config.family](config, weights, self._products(settings))
         num_blocks = settings.num_blocks or kv_cache.blocks_for(
             settings.kv_cache_gib, config, settings.block_size, dtype
         )
@@ -88,6 +94,11 @@ class Runner:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
         )
+
+    def _products(self, settings: EngineSettings) -> Cpu | None:
+        """The compiled kernels, if they are to do the products too."""
+        wanted = self._cpu is not None and (settings.cpu_kernels == "native" or self._cpu.multiplies_fast)
+        return self._cpu if wanted else None
 
     @torch.inference_mode()
     def run(self, step: Step) -> StepResult:
@@ -146,7 +157,7 @@ class Runner:
         sizes = np.array([len(table) for table in tables])
         bases = np.cumsum(sizes) - sizes
         blocks = np.concatenate(tables)[positions // self._block_size + np.repeat(bases, lengths)]
-        attention = plan_attention(self.kv, lengths.tolist(), (starts + lengths).tolist(), tables)
+        attention = plan_attention(self.kv, lengths.tolist(), (starts + lengths).tolist(), tables, self._cpu)
         slots = Slots(self._tensor(blocks), self._tensor(positions % self._block_size))
         return Batch(self._tensor(token_ids), self._tensor(positions), slots, attention), offsets.tolist()
 
@@ -206,7 +217,7 @@ def _max_model_len(config: ModelConfig, wanted: int) -> int:
     return length
 
 
-def _fingerprint(decoder: Decoder) -> str:
+def _fingerprint(decoder: Decoder | NativeDecoder) -> str:
     """16 hex digits that tell fine-tunes of one configuration apart: the last norm and some rows of the embedding."""
     rows = torch.linspace(0, len(decoder.embedding) - 1, _FINGERPRINT_ROWS).long()
     digest = hashlib.sha256(decoder.norm.float().cpu().numpy().tobytes())

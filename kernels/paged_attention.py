@@ -6,8 +6,9 @@ where K[j], V[j] of a sequence are pool[table[j // S], layer, :, 0 or 1, j % S].
 
 A step's tokens are one flat axis: sequence i owns `query_lens[i]` rows, its last tokens so far.
 Their own keys and values are in the pool already. `plan_attention` turns the step's shape into indices and masks once;
-`paged_attention` then runs once a layer. Here, one-token sequences are gathered in groups that are padded to a common
-length (neighbours share a group, so order them by length), longer ones are gathered one at a time:
+`paged_attention` then runs once a layer. The compiled kernels (cpu/attention.h) read the pool where it lies. Without
+them, one-token sequences are gathered in groups that are padded to a common length (neighbours share a group, so order
+them by length), longer ones are gathered one at a time:
 
     keys of a group, B = 3:        rows of a chunk, in pieces of at most 512:
       ###########                    past      own tokens
@@ -16,7 +17,8 @@ length (neighbours share a group, so order them by length), longer ones are gath
                                      ##########====\\..
 
 Axes: T token of the step, H query head, K KV head, D feature of a head, N block, L layer, S token of a block,
-B sequence of a group, G query heads a KV head. Everything in the pool must be finite: padding is masked, not skipped.
+B sequence of a group, G query heads a KV head. Without the compiled kernels, everything in the pool must be finite:
+padding is masked, not skipped.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn import functional
+
+from baton.kernels.cpu.library import Contexts, Cpu
 
 _PIECE = 512  # query rows that share one mask
 _GROUP_PADDING = 64  # blocks of padding that cost as much as starting another group
@@ -57,7 +61,10 @@ class _Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """A step's shape, and the indices and masks that follow from it. `causal_mask` is None if no chunk has a past."""
+    """A step's shape, and what follows from it: `contexts` for the compiled kernels, or else indices and masks.
+
+    `causal_mask` is None if no chunk has a past.
+    """
 
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
@@ -65,6 +72,8 @@ class AttentionPlan:
     groups: tuple[_Group, ...]
     chunks: tuple[_Chunk, ...]
     causal_mask: torch.Tensor | None
+    cpu: Cpu | None = None
+    contexts: Contexts | None = None
 
 
 def plan_attention(
@@ -72,8 +81,12 @@ def plan_attention(
     query_lens: Sequence[int],
     context_lens: Sequence[int],
     block_tables: Sequence[npt.NDArray[np.int64]],
+    cpu: Cpu | None = None,
 ) -> AttentionPlan:
     """Plans attention for sequences whose last `query_lens[i]` of `context_lens[i]` tokens are in the step."""
+    if cpu is not None and cpu.attends(pool_NLK2SD):
+        contexts = Contexts.of(query_lens, context_lens, block_tables)
+        return AttentionPlan(tuple(query_lens), tuple(context_lens), tuple(block_tables), (), (), None, cpu, contexts)
     groups: list[_Group] = []
     chunks: list[_Chunk] = []
     block_size = pool_NLK2SD.shape[4]
@@ -100,6 +113,9 @@ def plan_attention(
 def paged_attention(q_THD: torch.Tensor, pool_NLK2SD: torch.Tensor, layer: int, plan: AttentionPlan) -> torch.Tensor:
     """Attention of all rows, [T, H, D]."""
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    if plan.cpu is not None and plan.contexts is not None:
+        plan.cpu.attend(q_THD, pool_NLK2SD, layer, plan.contexts, out_THD)
+        return out_THD
     for group in plan.groups:
         q_BHD = q_THD[group.first : group.last]
         out_THD[group.first : group.last] = _attend_group(q_BHD, pool_NLK2SD, layer, group)

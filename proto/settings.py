@@ -44,7 +44,9 @@ class EngineSettings:
     """The model and the memory that one worker computes with.
 
     `model`: a directory, a Hugging Face id or `demo`. `max_model_len` 0 takes the model's own. `num_blocks` 0 derives
-    the pool's size from `kv_cache_gib`. `threads` 0 shares the machine's cores among the workers on it.
+    the pool's size from `kv_cache_gib`. `threads` 0 shares the machine's cores among the workers on it. `cpu_kernels`:
+    `auto` compiles kernels for the CPU once and uses those known to be faster there, `native` uses all of them, `torch`
+    does without.
     """
 
     model: str = "demo"
@@ -55,6 +57,7 @@ class EngineSettings:
     kv_cache_gib: float = bounded(1.0, minimum=0.001)
     max_model_len: int = bounded(0, minimum=0)
     threads: int = bounded(0, minimum=0, maximum=1024)
+    cpu_kernels: str = one_of("auto", ("auto", "native", "torch"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -340,7 +340,8 @@ def _gone(rng: random.Random) -> Shot:
     raw = post(path, json.dumps(body).encode())
     if rng.random() < 0.3:
         return Shot("gone", (raw[: rng.randrange(1, len(raw))],), reads=0)
-    return Shot("gone", (raw,), reads=rng.choice((0, 0, 1, 300, 4000)))
+    # An answer that is not streamed has no part to read.
+    return Shot("gone", (raw,), reads=rng.choice((0, 0, 1, 300, 4000)) if body["stream"] else 0)
 
 
 def _pipelined(rng: random.Random) -> Shot:

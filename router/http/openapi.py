@@ -56,7 +56,7 @@ def route(body: type[BaseModel] | None, summary: str, *, streamed: bool = False)
     statuses = list(_ERRORS) if body is not None else [401, 404, 500, 503]
     good: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if streamed:
-        good["text/event-stream"] = {"schema": {"type": "string"}}
+        good["text/event-stream"] = {}
     error = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
     extra: dict[str, Any] = {}
     if body is not None:

@@ -14,6 +14,8 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 KEEP_ALIVE_S = 75
+# From the connection, or from a later request's first bytes, to the end of the request's head.
+HEAD_S = 60.0
 MAX_HEAD_BYTES = 64 << 10
 START_S = 10.0
 # What the kernel keeps of one connection for a client that does not read. Left to itself it takes megabytes, which hide
@@ -24,16 +26,23 @@ UNREAD_MS = 900_000
 
 
 class _Protocol(HttpToolsProtocol):
-    """One connection, with two gaps closed: a request's head without end would be gathered without end, and of several
-    requests sent in one go only the last would hear that the client is gone."""
+    """One connection, with three gaps closed: a request's head without end would be gathered without end, one that does
+    not go on would be waited for without end, and of several requests sent in one go only the last would hear that the
+    client is gone."""
 
     _in_head = True
+    _head_timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
     _num_turns = 0
     _cycles: tuple[RequestResponseCycle, ...] = ()
 
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes = False, 0
+        self._stop_waiting()
         self._num_turns += 1
         super().on_headers_complete()
         self._cycles = (*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle)
@@ -51,13 +60,32 @@ class _Protocol(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self.send_400_response(f"The request's head is larger than {MAX_HEAD_BYTES} bytes.")
+            elif self._head_timer is None:
+                self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
         super().connection_lost(exc)
         for cycle in self._cycles:
             if not cycle.response_complete:
                 cycle.disconnected = True
             cycle.message_event.set()
+
+    def _await_head(self) -> None:
+        """Gives a head the time that it has from its first bytes on, however they drip."""
+        self._head_timer = self.loop.call_later(HEAD_S, self._give_up)
+
+    def _stop_waiting(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_up(self) -> None:
+        if all(cycle.response_complete for cycle in self._cycles):
+            self.transport.close()
+        else:
+            # The requests before this one are still being answered.
+            self._await_head()
 
 
 class _Server(uvicorn.Server):
@@ -87,6 +115,8 @@ class HttpServer:
             self._app,
             log_config=None,
             access_log=False,
+            # A warning for each malformed request would let anybody fill the log.
+            log_level="error",
             lifespan="off",
             timeout_keep_alive=KEEP_ALIVE_S,
             http=_Protocol,

@@ -1,6 +1,7 @@
-"""For schemathesis: bounds what its made-up requests may ask for.
+"""For schemathesis: what its made-up requests for tokens cannot know, and how many they may ask for.
 
-Owns: the number of tokens of a request that means well. A request for as many as fit is a load and no test of the API.
+Owns: the name of the model, as a random one is refused before anything else is looked at, and the number of tokens: a
+request for as many as fit is a load and no test of the API.
 Refuses to know: everything else about a request, which goes out as it was made up.
 """
 
@@ -10,6 +11,7 @@ from typing import Any
 
 import schemathesis
 
+MODEL = "demo"
 MAX_TOKENS = 2
 BOUNDS = ("max_tokens", "max_completion_tokens")
 
@@ -19,6 +21,8 @@ def before_call(_context: Any, case: Any, _kwargs: dict[str, Any]) -> None:
     body = case.body
     if not isinstance(body, dict) or not {"prompt", "messages"} & body.keys():
         return
+    if isinstance(body.get("model"), str):
+        body["model"] = MODEL
     if all(body.get(name) is None for name in BOUNDS):
         body["max_tokens"] = MAX_TOKENS
     for name in BOUNDS:

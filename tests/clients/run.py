@@ -28,6 +28,7 @@ from rich.table import Table
 from baton.engine.checkpoint import resolve_model
 
 SERVE = ["--prefill", "1", "--decode", "1", "--model", "demo", "--device", "cpu", "--port", "0", "--http-port", "0"]
+MAX_WARNINGS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if "fuzz" in wanted:
                 outcomes.append(_try("fuzz", server, lambda: fuzz(server, options.requests, options.seed)))
         outcomes.append(_try_log(server))
+        failed = [outcome for outcome in outcomes if outcome.fault]
+        if failed:
+            print(*server.warnings()[-MAX_WARNINGS:], sep="\n")
     _print(outcomes)
-    failed = [outcome for outcome in outcomes if outcome.fault]
     print(f"{len(outcomes) - len(failed)} passed, {len(failed)} failed")
     return 1 if failed else 0
 

@@ -43,6 +43,15 @@ class Server:
                 return psutil.Process(connection.pid)
         raise AssertionError(f"nobody listens on {self.http}")
 
+    def warnings(self) -> list[str]:
+        """What its processes wrote about trouble that they expected."""
+        return [
+            f"{file.name}: {line}"
+            for file in sorted(self.logs.glob("worker-*.err"))
+            for line in file.read_text(errors="replace").splitlines()
+            if re.search(r" (WARNING|ERROR|CRITICAL) \S+ baton\.", line)
+        ]
+
     def tracebacks(self) -> list[str]:
         """What its processes wrote about errors that nobody expected, with the lines around each."""
         found = []

@@ -81,11 +81,12 @@ def oracle(model_dir: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
 
 
+@pytest.mark.parametrize("cpu_kernels", ["native", "torch"])
 @pytest.mark.parametrize("block_size", [16, 4])
 def test_tokens_and_logprobs_equal_those_of_transformers(
-    model_dir: Path, oracle: Any, runner_for: Any, new_sequence: Any, play: Any, block_size: int
+    model_dir: Path, oracle: Any, runner_for: Any, new_sequence: Any, play: Any, block_size: int, cpu_kernels: str
 ) -> None:
-    runner = runner_for(model_dir, block_size=block_size)
+    runner = runner_for(model_dir, block_size=block_size, cpu_kernels=cpu_kernels)
     vocabulary = runner.description.vocab_size
     rng = random.Random(block_size)
     prompts = [[rng.randrange(vocabulary) for _ in range(length)] for length in PROMPT_LENGTHS]

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
-import threading
+import socket
 from collections.abc import Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,11 @@ from asking import until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paper_model import PaperRunner, write_paper_tokenizer
-from raw_http import HEALTH, connected, exchange, fault
-from rubbish import shot
+from raw_http import HEALTH, Shot, connected, exchange, fault
+from rubbish import post, shot
 from small_cluster import SmallCluster
+
+from baton.router.http import limits, server
 
 
 @dataclass(frozen=True)
@@ -46,28 +49,26 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = write_paper_tokenizer(tmp_path_factory.mktemp("paper"))
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    small = SmallCluster(directory, PaperRunner)
+    begun: Future[Served] = Future()
+    over = asyncio.Event()
 
-    async def begin() -> Served:
-        await small.__aenter__()
-        await small.router.prove_ready()
-        await small.at_rest()
-        # One more, for the connection that a client may keep open.
-        return Served(small, loop, len(asyncio.all_tasks()) + 1)
+    async def serve() -> None:
+        async with SmallCluster(directory, PaperRunner) as small:
+            await small.router.prove_ready()
+            await small.at_rest()
+            # One more for the task that looks.
+            begun.set_result(Served(small, asyncio.get_running_loop(), len(asyncio.all_tasks()) + 1))
+            await over.wait()
 
-    served: Served | None = None
-    try:
-        served = asyncio.run_coroutine_threadsafe(begin(), loop).result(60.0)
+    with ThreadPoolExecutor(1) as thread:
+        serving = thread.submit(lambda: asyncio.run(serve()))
+        wait((begun, serving), 60.0, FIRST_COMPLETED)
+        if not begun.done():
+            serving.result(0.0)
+        served = begun.result(0.0)
         yield served
-    finally:
-        if served is not None:
-            served.wait(small.__aexit__())
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+        served.loop.call_soon_threadsafe(over.set)
+        serving.result(60.0)
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
@@ -92,11 +93,36 @@ def test_a_crowd_of_careless_clients_leaves_nothing_behind(served: Served) -> No
     assert fault(HEALTH, exchange(served.small.http_address, HEALTH)) is None
 
 
-def test_clients_that_begin_a_request_and_fall_silent_hold_up_nobody(served: Served) -> None:
-    rng = random.Random(1)
-    with ExitStack() as silent:
-        for _ in range(100):
-            connection = silent.enter_context(connected(served.small.http_address))
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 100\r\n\r\n{"[: rng.randrange(60)])
+def test_clients_that_begin_a_request_and_fall_silent_hold_up_nobody_and_are_left(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HEAD_S", 2.0)
+    monkeypatch.setattr(limits, "READ_S", 2.0)
+    with ExitStack() as stack:
+        silent = [_fallen_silent(stack.enter_context(connected(served.small.http_address)), n) for n in range(100)]
         assert fault(HEALTH, exchange(served.small.http_address, HEALTH)) is None
+        for connection in silent:
+            while connection.recv(4096):
+                pass
     served.wait(served.rests())
+
+
+def _fallen_silent(connection: socket.socket, number: int) -> socket.socket:
+    """A connection on which somewhat more has been sent than on the last; on every other one, after a whole request."""
+    begun = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+    if number % 2:
+        connection.sendall(HEALTH.pieces[0])
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+    connection.sendall(begun[: number * (len(begun) + 1) // 100 + number % 2])
+    return connection
+
+
+def test_a_head_that_drips_while_an_earlier_request_is_answered_does_not_end_that_answer(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HEAD_S", 0.05)
+    body = json.dumps({"prompt": "hello", "max_tokens": 1000, "ignore_eos": True, "stream": True}).encode()
+    sent = Shot("dripping", (post("/v1/completions", body) + b"GET /health HT",))
+    reply = exchange(served.small.http_address, sent)
+    assert fault(sent, reply) is None
+    assert reply.answers[0].body.count(b"data: {") == 1000
