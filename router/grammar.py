@@ -10,7 +10,8 @@ library can follow them. Refuses to know: tokens, models, and where the grammar 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -24,11 +25,19 @@ MAX_SCHEMA_BYTES = 65536
 MAX_RULES_BYTES = 16384
 """Of an expression or a Lark grammar: their cost may grow with the square of their size."""
 
+MAX_NESTED_REPEATS = 10_000
+"""Of a repetition within a repetition, both counts multiplied: (x{1000}){1000} takes seconds for its first token, in
+which a worker does nothing else. A single count may be larger."""
+
 # Between two parts of a JSON text. Without a bound, a model that is lost can fill its whole output with blanks.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 _VALIDATION_S = 30.0
 _MAX_REASON_CHARS = 240
 _REMEMBERED = 128
+
+_COUNT = re.compile(r"\{(?=,?\d)(\d{1,9})?(?:,(\d{1,9})?)?\}")
+_CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_IN_LARK = re.compile(r"/((?:\\.|[^/\\\n])+)/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +61,10 @@ def translate(message: inference.Grammar) -> str | BadGrammar:
         case "json_object":
             return BadGrammar("false", "true, or absent")
         case "regex":
-            return _of_rules(message.regex, LLMatcher.grammar_from_regex(message.regex))
+            return _of_rules(message.regex, LLMatcher.grammar_from_regex(message.regex), [message.regex])
         case "lark":
-            return _of_rules(message.lark, LLMatcher.grammar_from_lark(message.lark))
+            expressions = _IN_LARK.findall(message.lark)
+            return _of_rules(message.lark, LLMatcher.grammar_from_lark(message.lark), expressions)
         case "choices":
             return _of_choices(message.choices.texts)
     return BadGrammar("empty", "one of json_schema, json_object, regex, lark and choices")
@@ -69,6 +79,8 @@ def _of_schema(text: str) -> str | BadGrammar:
         return BadGrammar(repr(text), f"a JSON Schema, as JSON ({error})")
     if not isinstance(schema, dict):
         return BadGrammar(repr(text), "a JSON object that holds a JSON Schema")
+    if (repeats := max(map(nested_repeats, _patterns(schema)), default=1)) > MAX_NESTED_REPEATS:
+        return _too_many(repeats)
     try:
         grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
     except ValueError as error:
@@ -76,11 +88,67 @@ def _of_schema(text: str) -> str | BadGrammar:
     return _validated(text, grammar, "a JSON Schema that can be followed")
 
 
-def _of_rules(text: str, grammar: str) -> str | BadGrammar:
+def nested_repeats(expression: str) -> int:
+    """How often the innermost part of nested counted repetitions may come: 1000000 of (x{1000}){1000}, 1 of x{1000}.
+
+    Reads the expression as far as that needs: groups, classes, escapes and counts.
+    """
+    deepest = 1
+    groups = [1]  # the largest product of counts in each group that is open
+    atom, position = 1, 0
+    while position < len(expression):
+        character = expression[position]
+        count = _COUNT.match(expression, position) if character == "{" else None
+        if count is not None:
+            times = max(int(number) for number in count.groups() if number)
+            if atom > 1:
+                deepest = max(deepest, atom * times)
+            atom *= times
+            groups[-1] = max(groups[-1], atom)
+            position = count.end()
+            continue
+        atom = 1
+        if character == "(":
+            groups.append(1)
+        elif character == ")" and len(groups) > 1:
+            atom = groups.pop()
+            groups[-1] = max(groups[-1], atom)
+        elif character == "[":
+            # A bracket that comes first in a class stands for itself.
+            end = _CLASS.match(expression, position)
+            position = end.end() if end is not None else position + 1
+            continue
+        position += 2 if character == "\\" else 1
+    return deepest
+
+
+def _patterns(schema: object) -> Iterator[str]:
+    """Every expression that a schema asks for, wherever it stands."""
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting += part
+        elif isinstance(part, dict):
+            waiting += part.values()
+            pattern, properties = part.get("pattern"), part.get("patternProperties")
+            if isinstance(pattern, str):
+                yield pattern
+            if isinstance(properties, dict):
+                yield from properties
+
+
+def _too_many(repeats: int) -> BadGrammar:
+    return BadGrammar(f"{repeats} repetitions within one another", f"at most {MAX_NESTED_REPEATS}, counts multiplied")
+
+
+def _of_rules(text: str, grammar: str, expressions: Sequence[str]) -> str | BadGrammar:
     if not text:
         return BadGrammar(repr(text), "at least one character")
     if (size := len(text.encode())) > MAX_RULES_BYTES:
         return BadGrammar(f"{size} bytes", f"at most {MAX_RULES_BYTES} bytes")
+    if (repeats := max(map(nested_repeats, expressions), default=1)) > MAX_NESTED_REPEATS:
+        return _too_many(repeats)
     return _validated(text, grammar, "a grammar that can be followed")
 
 

@@ -106,7 +106,11 @@ async def test_chat_by_the_openai_package(real) -> None:
             )
             for entry in (chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else ())
         ]
-    assert [entry.model_dump() for entry in streamed_content] == [entry.model_dump() for entry in content]
+    assert [entry.token for entry in streamed_content] == [entry.token for entry in content]
+    # The second prompt finds the first one in the prefix cache, so its rows are computed in other company.
+    for again, entry in zip(streamed_content, content, strict=True):
+        assert again.bytes == entry.bytes
+        assert again.logprob == pytest.approx(entry.logprob, abs=1e-4)
     for entry in content:
         assert len(entry.top_logprobs) == 3
         assert entry.top_logprobs[0].logprob >= entry.logprob

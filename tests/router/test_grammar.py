@@ -15,7 +15,14 @@ from paper_model import write_paper_tokenizer
 
 from baton.proto import inference_pb2 as pb
 from baton.router.admission import Admitted, ModelLimits, admit
-from baton.router.grammar import MAX_RULES_BYTES, MAX_SCHEMA_BYTES, BadGrammar, translate
+from baton.router.grammar import (
+    MAX_NESTED_REPEATS,
+    MAX_RULES_BYTES,
+    MAX_SCHEMA_BYTES,
+    BadGrammar,
+    nested_repeats,
+    translate,
+)
 from baton.router.tokenizer import Tokenizer
 
 LIMITS = ModelLimits(vocab_size=300, max_model_len=500, eos_token_ids=(299,))
@@ -176,3 +183,40 @@ def test_the_same_grammar_is_checked_once(monkeypatch):
     monkeypatch.setattr("baton.router.grammar._library", lambda: pytest.fail("it was checked again"))
     assert translate(pb.Grammar(regex="never[ ]asked[ ]before")) == first
     assert not isinstance(first, BadGrammar)
+
+
+@pytest.mark.parametrize(
+    ("expression", "repeats"),
+    [
+        ("x{1000}", 1),
+        ("x{1000}y{1000}", 1),
+        ("(x{1000}){1000}", 1_000_000),
+        ("(?:a|b(c{10,20}|d){30}){2,}", 1200),
+        (r"(x{9}\)){9}", 81),
+        ("([){5}(]{7}y){3}", 21),
+        ("([]){5}]z{2}){3}", 6),
+        (r"(\{5}){5}", 1),
+        ("(x{,7}){5}", 35),
+        ("x{2}{3}{4}", 24),
+        ("((((x{9}){9}){9}){9}){9}", 59049),
+        ("a{b}{", 1),
+    ],
+)
+def test_counts_within_counts_are_multiplied(expression: str, repeats: int) -> None:
+    assert nested_repeats(expression) == repeats
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        pb.Grammar(regex="(x{1000}){1000}"),
+        pb.Grammar(lark='start: /(x{1000}){1000}/ "!"'),
+        pb.Grammar(json_schema='{"properties": {"a": {"anyOf": [{"type": "string", "pattern": "(x{200}){200}"}]}}}'),
+    ],
+    ids=lambda grammar: grammar.WhichOneof("kind"),
+)
+def test_an_expression_that_would_hold_a_worker_up_is_refused(grammar: pb.Grammar) -> None:
+    outcome = translate(grammar)
+    assert isinstance(outcome, BadGrammar)
+    assert "repetitions within one another" in outcome.value
+    assert f"at most {MAX_NESTED_REPEATS}" in outcome.bound
