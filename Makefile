@@ -27,7 +27,7 @@ serve: venv ## Serve with cluster.yaml, or with what ARGS says: make serve ARGS=
 # Two processes: those that hold Ray in theirs keep it away from those that hold NIXL and event loops of their own.
 test: venv ## Run all tests; ARGS goes to pytest instead of that: make test ARGS="-m 'not cluster'".
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest -m "not cluster"
+	$(BIN)/python -m pytest -m "not cluster" -n 2 --dist loadfile
 	$(BIN)/python -m pytest -m cluster
 else
 	$(BIN)/python -m pytest $(ARGS)

@@ -92,7 +92,9 @@ class SmallCluster:
         self.cluster = cluster_pb2_grpc.ClusterStub(self.channel)
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            print(self.describe())
         await self.channel.close()
         await self.server.close()
         for worker_id in list(self.seats):
@@ -178,6 +180,27 @@ class SmallCluster:
 
         seat.worker.core.loop.call(run)
         return await asyncio.wait_for(future, 5.0)
+
+    def describe(self) -> str:
+        """What every part holds at this moment, for the report of a failure."""
+        lines = [f"router: {self.router.book.in_flight} legs in flight, links {sorted(self.router.links)}"]
+        for name, seat in self.seats.items():
+            scheduler = seat.worker.core.scheduler
+            lines.append(f"{name}: {scheduler.load()}, link {seat.link.num_legs} legs, lost {seat.link.lost.done()}")
+            lines += [
+                f"  {sequence.sequence_id} {sequence.state.name} {sequence.num_computed_tokens} computed, "
+                f"{len(sequence.block_ids)} blocks"
+                for sequence in list(scheduler._sequences.values())
+            ]
+            if isinstance(seat.worker, DecodeWorker):
+                lines += [
+                    f"  hand-off {name} from {handoff.link.worker_id}: {vars(handoff.incoming)}"
+                    for name, handoff in seat.worker._receiver._handoffs.items()
+                ]
+            elif isinstance(seat.worker, PrefillWorker):
+                lender = seat.worker._lender
+                lines.append(f"  leases {vars(lender._table)}, early {lender._early}, watchers {list(lender._watchers)}")
+        return "\n".join(lines)
 
     async def counters(self) -> dict[str, object]:
         """Each worker's counters, fresh."""
