@@ -199,7 +199,9 @@ class SmallCluster:
                 ]
             elif isinstance(seat.worker, PrefillWorker):
                 lender = seat.worker._lender
-                lines.append(f"  leases {vars(lender._table)}, early {lender._early}, watchers {list(lender._watchers)}")
+                lines.append(
+                    f"  leases {vars(lender._table)}, early {lender._early}, watchers {list(lender._watchers)}"
+                )
         return "\n".join(lines)
 
     async def counters(self) -> dict[str, object]:
