@@ -523,15 +523,16 @@ template <class T> struct Chunk {
         const float scale = LOG2E / sqrtf((float)dim);
         alignas(64) Number queries[BLOCK * WIDEST], weights[BLOCK * KEYS];
         alignas(64) float scores[KEYS * BLOCK], sums[BLOCK * WIDEST];
-        alignas(64) float best[BLOCK], total[BLOCK], kept[BLOCK], most[BLOCK];
+        alignas(64) float best[BLOCK], kept[BLOCK];
+        F16 total[BLOCK], most[BLOCK];  // by lanes: across them goes only what is needed, sixteen rows at a time
         for (int r = 0; r < count; r++) {
             const T *row = q + (first + r) * q_stride + head * dim;
             for (long d = 0; d < dim; d++) copy_number(queries + r * depth() + d, row[d]);
             memset(queries + r * depth() + dim, 0, sizeof(Number) * (depth() - dim));
         }
         for (int r = 0; r < BLOCK; r++) {
-            best[r] = most[r] = -std::numeric_limits<float>::infinity();
-            total[r] = 0.0f;
+            best[r] = -std::numeric_limits<float>::infinity();
+            total[r] = splat(0.0f);
         }
         memset(sums, 0, sizeof(float) * BLOCK * depth());
         Multiplier block(tiles, false);
@@ -541,9 +542,13 @@ template <class T> struct Chunk {
             for (long p = 0; p < width / PANEL; p++)
                 block(count, queries, depth(), keys_of(kv_head) + (from + p * PANEL) * depth(), depth(),
                       scores + p * PANEL * BLOCK, false);
-            for (int r = 0; r < count; r++) {
-                const long seen = start + first + r + 1 - from;
+            for (int r = 0; r < BLOCK; r++) {
                 F16 largest = splat(-std::numeric_limits<float>::infinity());
+                if (r >= count) {
+                    most[r] = largest;
+                    continue;
+                }
+                const long seen = start + first + r + 1 - from;
                 for (long i = 0; i < width / LANES; i++) {
                     float *cells = scores + (i / 2) * PANEL * BLOCK + r * PANEL + (i % 2) * LANES;
                     F16 s = load(cells);
@@ -555,22 +560,22 @@ template <class T> struct Chunk {
                     }
                     largest = larger(largest, s);
                 }
-                most[r] = largest_of(largest) * scale;
+                most[r] = largest;
             }
             for (int r = 0; r < BLOCK; r += LANES) {
-                const F16 before = load(best + r), now = larger(load(most + r), before);
+                const F16 before = load(best + r), now = larger(largests_of(most + r) * scale, before);
                 store(kept + r, exp2_of(before - now));
                 store(best + r, now);
             }
             for (int r = 0; r < count; r++) {
                 F16 weight = splat(0.0f);
                 for (long i = 0; i < width / LANES; i++) {
-                    F16 w = exp2_of(
-                        load(scores + (i / 2) * PANEL * BLOCK + r * PANEL + (i % 2) * LANES) * scale - best[r]);
+                    const float *cells = scores + (i / 2) * PANEL * BLOCK + r * PANEL + (i % 2) * LANES;
+                    F16 w = exp2_for(weights, load(cells) * scale - best[r]);
                     weight += w;
                     store(weights + r * KEYS + i * LANES, w);
                 }
-                total[r] = total[r] * kept[r] + sum_of(weight);
+                total[r] = total[r] * kept[r] + weight;
             }
             for (long p = 0; p < panels; p++) {
                 float *part = sums + p * PANEL * BLOCK;
@@ -582,8 +587,9 @@ template <class T> struct Chunk {
         }
         for (int r = 0; r < count; r++) {
             T *row = out + ((first + r) * heads + head) * dim;
+            const float whole = sum_of(total[r]);
             for (long d = 0; d < dim; d += LANES)
-                store(row + d, load(sums + (d / PANEL) * PANEL * BLOCK + r * PANEL + d % PANEL) / total[r]);
+                store(row + d, load(sums + (d / PANEL) * PANEL * BLOCK + r * PANEL + d % PANEL) / whole);
         }
     }
 };

@@ -1,0 +1,162 @@
+"""How costs grow: a plan with the waiting queue, a step with the batch and with the context.
+
+Owns: the table, its JSON and its plot. `python benchmarks/growth.py [--model M] [--plot]`; `--plot` needs matplotlib.
+
+    waiting   the scheduler alone with 64 running and 100 to 100,000 waiting: plan + commit, load report, add, abort
+    batch     one decode step of the model at context 256, 1 to 128 sequences
+    context   one decode step of 8 sequences, each with 64 to 7,680 tokens before it
+    prefill   one step that computes a whole prompt of 64 to 4,096 tokens
+
+The last column of each part is the exponent between that row and the one above: time ~ x^exponent, so 0 is flat, 1 is
+linear, and a knee is a row whose exponent jumps. Times are CPU time of one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+from baton.engine.runner import Runner
+from baton.proto.messages import Request, Role, Sampling
+from baton.proto.settings import EngineSettings, SchedulerSettings
+from baton.scheduler.plan import Chunk, Emitted, Step, StepResult
+from baton.scheduler.scheduler import Refusal, Scheduler, SchedulerConfig
+from baton.scheduler.sequence import Sequence
+
+WAITING = (100, 1_000, 10_000, 100_000)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+CONTEXTS = (64, 128, 256, 512, 1024, 2048, 4096, 7680)
+PROMPTS = (64, 128, 256, 512, 1024, 2048, 4096)
+RUNNING, PROMPT_TOKENS, OUTPUT_TOKENS = 64, 257, 32
+BLOCK_SIZE = 16
+
+Row = dict[str, float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--plot", action="store_true", help="also draw it, beside the JSON")
+    options = parser.parse_args()
+    blocks = max(8 * max(CONTEXTS), max(BATCHES) * 512) // BLOCK_SIZE + 64
+    runner = Runner(EngineSettings(model=options.model, threads=1, num_blocks=blocks, block_size=BLOCK_SIZE))
+    parts = {
+        "waiting": [_waiting(num) for num in WAITING],
+        "batch": [_step(runner, "batch", num, [256] * num, 1) for num in BATCHES],
+        "context": [_step(runner, "context", num, [num + 1] * 8, 1) for num in CONTEXTS],
+        "prefill": [_step(runner, "prefill", num, [num], num) for num in PROMPTS],
+    }
+    for part, rows in parts.items():
+        print("".join(f"{name:>14}" for name in (*rows[0], "exponent")))
+        for row, exponent in zip(rows, _exponents(part, rows), strict=True):
+            print("".join(f"{value:>14.4g}" for value in row.values()) + f"{exponent:>14.2f}")
+    path = Path(__file__).parent / "results" / f"growth-{datetime.date.today()}.json"
+    path.write_text(json.dumps({"model": options.model, "parts": parts}, indent=1) + "\n", encoding="utf-8")
+    print(path)
+    if options.plot:
+        _plot(parts, path.with_suffix(".png"))
+
+
+def _exponents(part: str, rows: list[Row]) -> Iterator[float]:
+    """Of the part's main figure, its second column."""
+    x, y = list(rows[0])[:2]
+    yield math.nan
+    for low, high in pairwise(rows):
+        yield math.log(high[y] / low[y]) / math.log(high[x] / low[x])
+
+
+def _waiting(num_waiting: int) -> Row:
+    settings = SchedulerSettings(max_num_batched_tokens=2048, max_num_seqs=RUNNING)
+    scheduler = Scheduler(SchedulerConfig(Role.COLOCATED, 4000, 8192, BLOCK_SIZE, settings))
+    rng = random.Random(0)
+    tail = tuple(rng.randrange(40_000) for _ in range(PROMPT_TOKENS - 1))
+    num_added = 0
+
+    def add() -> None:
+        nonlocal num_added
+        prompt = (num_added % 40_000, *tail)
+        request = Request(str(num_added), prompt, len(prompt), Sampling(temperature=0.0, max_tokens=OUTPUT_TOKENS))
+        assert not isinstance(scheduler.add(request, 0.0), Refusal)
+        num_added += 1
+
+    adds = [_seconds(add) for _ in range(num_waiting + RUNNING)]
+    steps, loads = [], []
+    for _ in range(300):
+        start = time.thread_time()
+        step = scheduler.plan(0.0)
+        events = scheduler.commit(step, StepResult([7] * len(step.chunks)), 0.0)
+        steps.append(time.thread_time() - start)
+        loads.append(_seconds(scheduler.load))
+        for event in events:
+            if isinstance(event, Emitted) and event.finish is not None:
+                add()
+    assert scheduler.load().waiting >= num_waiting
+    aborts = [_seconds(lambda name=str(name): scheduler.abort(name, 0.0)) for name in range(num_added - 50, num_added)]
+    return {
+        "waiting": num_waiting,
+        "step us": 1e6 * statistics.median(steps[50:]),
+        "load us": 1e6 * statistics.median(loads[50:]),
+        "add us": 1e6 * statistics.median(adds[-1000:]),
+        "abort us": 1e6 * statistics.median(aborts),
+    }
+
+
+def _step(runner: Runner, name: str, x: int, contexts: list[int], num_tokens: int) -> Row:
+    """The fastest of some equal steps; each sequence has blocks of its own, in random order."""
+    rng = random.Random(0)
+    free = rng.sample(range(runner.description.num_blocks), runner.description.num_blocks)
+    chunks = []
+    for context in contexts:
+        token_ids = tuple(rng.choices(range(runner.description.vocab_size), k=context))
+        sequence = Sequence(Request("s", token_ids, context, Sampling(temperature=0.0)), 0, 0.0)
+        sequence.block_ids = [free.pop() for _ in range(-(-context // BLOCK_SIZE))]
+        chunks.append(Chunk(sequence, context - num_tokens, num_tokens, True))
+    step = Step(0, chunks, num_tokens * len(contexts))
+    step_ms = 1e3 * min(_seconds(lambda: runner.run(step)) for _ in range(3 if num_tokens > 1 else 6))
+    return {name: x, "step ms": step_ms, "us a token": 1e3 * step_ms / (num_tokens * len(contexts))}
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start
+
+
+def _plot(parts: dict[str, list[Row]], path: Path) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("--plot needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(parts), figsize=(4 * len(parts), 3.6), layout="constrained")
+    labels = {
+        "waiting": "sequences waiting",
+        "batch": "sequences that decode, context 256",
+        "context": "context of each of 8 sequences, tokens",
+        "prefill": "prompt tokens in one step",
+    }
+    for axis, (part, rows) in zip(axes, parts.items(), strict=True):
+        x = [row[part] for row in rows]
+        columns = [name for name in rows[0] if name not in (part, "us a token")]
+        for column in columns:
+            axis.plot(x, [row[column] for row in rows], marker="o", label=column)
+        axis.set(xscale="log", yscale="log", xlabel=labels[part], title=f"{part}: {', '.join(columns)}")
+        axis.grid(alpha=0.3, which="both")
+        if len(columns) > 1:
+            axis.legend()
+    figure.savefig(path, dpi=110)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
