@@ -24,12 +24,13 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
+from offline import seconds_of_step
+
 from baton.engine.runner import Runner
 from baton.proto.messages import Request, Role, Sampling
 from baton.proto.settings import EngineSettings, SchedulerSettings
-from baton.scheduler.plan import Chunk, Emitted, Step, StepResult
+from baton.scheduler.plan import Emitted, StepResult
 from baton.scheduler.scheduler import Refusal, Scheduler, SchedulerConfig
-from baton.scheduler.sequence import Sequence
 
 WAITING = (100, 1_000, 10_000, 100_000)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -110,17 +111,8 @@ def _waiting(num_waiting: int) -> Row:
 
 
 def _step(runner: Runner, name: str, x: int, contexts: list[int], num_tokens: int) -> Row:
-    """The fastest of some equal steps; each sequence has blocks of its own, in random order."""
-    rng = random.Random(0)
-    free = rng.sample(range(runner.description.num_blocks), runner.description.num_blocks)
-    chunks = []
-    for context in contexts:
-        token_ids = tuple(rng.choices(range(runner.description.vocab_size), k=context))
-        sequence = Sequence(Request("s", token_ids, context, Sampling(temperature=0.0)), 0, 0.0)
-        sequence.block_ids = [free.pop() for _ in range(-(-context // BLOCK_SIZE))]
-        chunks.append(Chunk(sequence, context - num_tokens, num_tokens, True))
-    step = Step(0, chunks, num_tokens * len(contexts))
-    step_ms = 1e3 * min(_seconds(lambda: runner.run(step)) for _ in range(3 if num_tokens > 1 else 6))
+    times = 3 if num_tokens > 1 else 6
+    step_ms = 1e3 * seconds_of_step(runner, contexts, num_tokens, times, time.thread_time)
     return {name: x, "step ms": step_ms, "us a token": 1e3 * step_ms / (num_tokens * len(contexts))}
 
 

@@ -54,12 +54,12 @@ def main() -> None:
     for _ in range(options.rounds):
         for batch in BATCHES:
             for kind, runner in runners.items():
-                seconds = [_seconds(runner, [context] * batch, 1, STEPS, clock) for context in CONTEXTS]
+                seconds = [seconds_of_step(runner, [context] * batch, 1, STEPS, clock) for context in CONTEXTS]
                 record(f"decode {batch}", kind, batch * len(CONTEXTS) / sum(seconds))
             record(f"decode {batch}", "limit", _limit(weights, batch, clock))
         for length in PROMPTS:
             for kind, runner in runners.items():
-                record(f"prefill {length}", kind, length / _seconds(runner, [length], length, 1, clock))
+                record(f"prefill {length}", kind, length / seconds_of_step(runner, [length], length, 1, clock))
             record(f"prefill {length}", "limit", _limit(weights, length, clock))
 
     print(f"{'tokens/s':<14}{'native':>9}{'torch':>9}{'limit':>9}{'x torch':>9}{'of limit':>10}")
@@ -98,7 +98,9 @@ def _weights(runner: Runner) -> NativeDecoder:
     return decoder
 
 
-def _seconds(runner: Runner, contexts: list[int], num_tokens: int, steps: int, clock: Callable[[], float]) -> float:
+def seconds_of_step(
+    runner: Runner, contexts: list[int], num_tokens: int, steps: int, clock: Callable[[], float]
+) -> float:
     """The fastest of some equal steps; each sequence has blocks of its own, in random order."""
     rng = random.Random(0)
     free = rng.sample(range(runner.description.num_blocks), runner.description.num_blocks)
