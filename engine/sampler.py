@@ -15,9 +15,10 @@ min-p what is at least min_p times as likely as the most likely. Axes: R row, V 
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -74,6 +75,50 @@ class Samples(NamedTuple):
     logprobs: dict[int, TokenLogprob]
 
 
+class Choice(Protocol):
+    """One token a row, still on the device."""
+
+    @property
+    def token_ids_R(self) -> torch.Tensor: ...
+
+    def read(self) -> Samples:
+        """Waits for the device."""
+        ...
+
+
+class HostChoice(NamedTuple):
+    """One token a row, chosen on the host."""
+
+    samples: Samples
+
+    @property
+    def token_ids_R(self) -> torch.Tensor:
+        return torch.tensor(self.samples.token_ids)
+
+    def read(self) -> Samples:
+        return self.samples
+
+
+class Chooser(Protocol):
+    """Chooses one token a row, of those that the mask leaves. The logits may be overwritten."""
+
+    def __call__(self, logits_RV: torch.Tensor, rows: Sequence[Row], mask: Mask | None) -> Choice: ...
+
+
+def chooser_for(device: torch.device) -> Chooser:
+    """The sampler for logits of this device; the Triton kernels' import waits until somebody asks."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from baton.engine.device_sampler import choose
+
+        return choose
+    return choose_on_host
+
+
+def choose_on_host(logits_RV: torch.Tensor, rows: Sequence[Row], mask: Mask | None = None) -> Choice:
+    """By plain torch operations, one after the other; on a GPU without Triton too."""
+    return HostChoice(sample(logits_RV, rows, mask))
+
+
 def sample(logits_RV: torch.Tensor, rows: Sequence[Row], mask: Mask | None = None) -> Samples:
     """Chooses one token a row, of those that the mask leaves. The logits may be overwritten."""
     if all(row.plain for row in rows):
@@ -86,7 +131,7 @@ def sample(logits_RV: torch.Tensor, rows: Sequence[Row], mask: Mask | None = Non
     # Of the scores as the model gave them: a copy, because the mask comes next.
     reported_scores = scores[torch.tensor(reported, device=scores.device)] if reported else None
     if mask is not None:
-        _apply(mask, scores)
+        hide(mask, scores)
     chosen = _largest(scores)
     drawn = [i for i, row in enumerate(rows) if not row.greedy]
     if drawn:
@@ -157,7 +202,7 @@ def _hide_stop_ids(scores_RV: torch.Tensor, rows: Sequence[Row]) -> None:
             scores_RV[i, torch.tensor(ids, dtype=torch.int64, device=scores_RV.device)] = -math.inf
 
 
-def _apply(mask: Mask, scores_RV: torch.Tensor) -> None:
+def hide(mask: Mask, scores_RV: torch.Tensor) -> None:
     """Hides what the mask does not leave."""
     vocabulary = scores_RV.shape[1]
     if scores_RV.device.type == "cpu":

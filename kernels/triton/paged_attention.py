@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.kernels.parcel import send
 from baton.kernels.triton.chunk_attention import Chunks, chunk_attention, chunk_tokens
 from baton.kernels.triton.decode_attention import Singles, decode_attention, splits_for
 from baton.kernels.triton.operands import OperandError, require_pool
@@ -80,7 +81,7 @@ def plan_attention(
         _tables([block_tables[i] for i in single.tolist()], bounds[single, 2], block_size),
         _tables([block_tables[i] for i in chunk.tolist()], bounds[chunk, 2], block_size),
     ]
-    on_device = _send(parts, pool_NLK2SD.device)
+    on_device = send(parts, pool_NLK2SD.device)
     longest = int(bounds[single, 2].max(initial=0))
     if window:
         longest = min(longest, window)
@@ -172,18 +173,6 @@ def _tables(
     for row, table, count in zip(padded, tables, used.tolist(), strict=True):
         row[:count] = table[:count]
     return padded
-
-
-def _send(parts: Sequence[npt.NDArray[np.int32]], device: torch.device) -> list[torch.Tensor]:
-    """The arrays on the device, views of one tensor; each starts at a multiple of 16 bytes, which kernels rely on."""
-    starts = np.cumsum([0, *(-(-part.size // 4) * 4 for part in parts)])
-    packed = torch.zeros(int(starts[-1]), dtype=torch.int32, pin_memory=device.type == "cuda")
-    for part, start in zip(parts, starts.tolist(), strict=False):
-        packed[start : start + part.size] = torch.from_numpy(np.ascontiguousarray(part).reshape(-1))
-    sent = packed.to(device, non_blocking=True)
-    return [
-        sent[start : start + part.size].view(part.shape) for part, start in zip(parts, starts.tolist(), strict=False)
-    ]
 
 
 @functools.cache

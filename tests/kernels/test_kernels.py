@@ -196,3 +196,18 @@ def test_noise_is_pinned() -> None:
     keys = sampling_noise.row_keys([42, 2**64 - 1], [7, 100_000])
     noise = sampling_noise.gumbel_noise(keys, torch.tensor([[0, 1, 49_151]], dtype=torch.int32))
     torch.testing.assert_close(noise, torch.tensor(pinned), rtol=1e-5, atol=1e-6)
+
+
+def test_arrays_sent_in_one_parcel_arrive_as_they_were_and_aligned() -> None:
+    arrays = [
+        np.arange(5, dtype=np.int32),
+        np.zeros((0, 4), dtype=np.int64),
+        np.linspace(0, 1, 6, dtype=np.float32).reshape(2, 3),
+        np.array([0.1, 2.0]),
+        np.arange(12, dtype=np.int64).reshape(3, 4)[:, ::2],
+    ]
+    sent = send(arrays, torch.device("cpu"))
+    for array, tensor in zip(arrays, sent, strict=True):
+        np.testing.assert_array_equal(tensor.numpy(), array)
+        assert tensor.numpy().dtype == array.dtype
+        assert (tensor.data_ptr() - sent[0].data_ptr()) % 16 == 0
