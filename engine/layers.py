@@ -2,27 +2,28 @@
 
 Owns: `Decoder`, its parts, and the order in which a step is computed. Refuses to know: checkpoints, requests, sampling.
 
-    tokens -> embedding -> [ norm -> qkv -> (norm of q, k) -> rope -> store KV -> attention -> output, + residual
-                             norm -> gate, up -> activation -> down, + residual ] x layers -> rows asked for -> norm
+    tokens -> embedding -> norm -> [ qkv -> (norm of q, k) -> rope -> store KV -> attention -> output -> + residual
+                            norm -> gate, up -> activation -> down -> + residual -> norm ] x layers -> rows asked for
 
 Axes: T token of the step, R row asked for, H query head, K KV head, D feature of a head, E feature of the hidden state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn import functional
 
 from baton.engine.rotary import Frequencies
-from baton.kernels.gated_activation import gated_activation
-from baton.kernels.kv_store import Slots, kv_store
+from baton.kernels.dispatch import Kernels
+from baton.kernels.kv_store import Slots
 from baton.kernels.linear import linear
-from baton.kernels.paged_attention import AttentionPlan, paged_attention
-from baton.kernels.rms_norm import rms_norm
-from baton.kernels.rope import Rotation, rope, rotation
+from baton.kernels.rope import Rotation, rotation
 
 
 class Linear(NamedTuple):
@@ -49,20 +50,20 @@ class Layer:
 
 
 class Batch(NamedTuple):
-    """One step's tokens as tensors: ids and positions [T], where their KV goes, and how they attend."""
+    """One step's tokens as tensors: ids and positions [T], where their KV goes, and the decoder's plan of attention."""
 
     token_ids_T: torch.Tensor
     positions_T: torch.Tensor
     slots: Slots
-    attention: AttentionPlan
+    attention: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
     """All weights of a model, and the computation of a step with them."""
 
+    kernels: Kernels
     num_heads: int
-    num_kv_heads: int
     head_dim: int
     norm_epsilon: float
     frequencies: Frequencies
@@ -72,21 +73,33 @@ class Decoder:
     head: Linear
     head_VE: torch.Tensor
 
+    def plan_attention(
+        self,
+        pool_NLK2SD: torch.Tensor,
+        query_lens: Sequence[int],
+        context_lens: Sequence[int],
+        block_tables: Sequence[npt.NDArray[np.int64]],
+    ) -> Any:
+        """Plans attention of a step's sequences, once for all layers."""
+        return self.kernels.plan_attention(pool_NLK2SD, query_lens, context_lens, block_tables, self.num_heads)
+
     def hidden(self, batch: Batch, pool_NLK2SD: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
         """Computes the step, writes its KV into the pool, and returns the final hidden state of some rows, [R, E]."""
-        x = functional.embedding(batch.token_ids_T, self.embedding)
-        turn = rotation(batch.positions_T, self.frequencies.inverse, self.frequencies.factor, x.dtype)
-        last = len(self.layers) - 1
-        for number, layer in enumerate(self.layers):
-            attended = self._attend(x, batch, turn, pool_NLK2SD, number, layer)
-            if number == last:
+        kernels, epsilon = self.kernels, self.norm_epsilon
+        residual = functional.embedding(batch.token_ids_T, self.embedding)
+        turn = rotation(batch.positions_T, self.frequencies.inverse, self.frequencies.factor, residual.dtype)
+        following = [layer.attention_norm for layer in self.layers[1:]] + [self.norm]
+        normed = kernels.rms_norm(residual, self.layers[0].attention_norm, epsilon)
+        for number, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
+            attended = self._attend(normed, batch, turn, pool_NLK2SD, number, layer)
+            if next_norm is self.norm:
                 if not len(rows_R):
-                    return x[:0]
-                x, attended = x[rows_R], attended[rows_R]
-            x = x + layer.output(attended)
-            gate_up = layer.gate_up(rms_norm(x, layer.mlp_norm, self.norm_epsilon))
-            x = x + layer.down(gated_activation(gate_up))
-        return rms_norm(x, self.norm, self.norm_epsilon)
+                    return residual[:0]
+                residual, attended = residual[rows_R], attended[rows_R]
+            normed = kernels.add_rms_norm(layer.output(attended), residual, layer.mlp_norm, epsilon)
+            activated = kernels.gated_activation(layer.gate_up(normed))
+            normed = kernels.add_rms_norm(layer.down(activated), residual, next_norm, epsilon)
+        return normed
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         """Scores of the vocabulary for each row, fp32.
@@ -105,13 +118,14 @@ class Decoder:
         return scores
 
     def _attend(
-        self, x_TE: torch.Tensor, batch: Batch, turn: Rotation, pool_NLK2SD: torch.Tensor, number: int, layer: Layer
+        self,
+        normed_TE: torch.Tensor,
+        batch: Batch,
+        turn: Rotation,
+        pool_NLK2SD: torch.Tensor,
+        number: int,
+        layer: Layer,
     ) -> torch.Tensor:
-        normed = rms_norm(x_TE, layer.attention_norm, self.norm_epsilon)
-        qkv = layer.qkv(normed).view(len(x_TE), -1, self.head_dim)
-        qk, value = qkv[:, : -self.num_kv_heads], qkv[:, -self.num_kv_heads :]
-        if layer.qk_norm is not None:
-            qk = rms_norm(qk, layer.qk_norm, self.norm_epsilon)
-        qk = rope(qk, turn)
-        kv_store(qk[:, self.num_heads :], value, pool_NLK2SD, number, batch.slots)
-        return paged_attention(qk[:, : self.num_heads], pool_NLK2SD, number, batch.attention).flatten(1)
+        qkv = layer.qkv(normed_TE).view(len(normed_TE), -1, self.head_dim)
+        query = self.kernels.rope_store(qkv, layer.qk_norm, self.norm_epsilon, turn, pool_NLK2SD, number, batch.slots)
+        return self.kernels.paged_attention(query, pool_NLK2SD, number, batch.attention).flatten(1)

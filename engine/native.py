@@ -9,19 +9,23 @@ the last product in fp32, so near-ties are decided as exactly as bf16 weights al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from baton.engine.layers import Batch
 from baton.engine.rotary import Frequencies
 from baton.kernels.cpu.library import Cpu, Model, Packed
+from baton.kernels.paged_attention import AttentionPlan, plan_attention
 from baton.kernels.rope import rotation
 
 
 @dataclass(frozen=True, slots=True)
 class NativeDecoder:
-    """All weights of a model, packed. Its batches' attention is planned for the same `cpu`."""
+    """All weights of a model, packed."""
 
     cpu: Cpu
     model: Model
@@ -29,6 +33,16 @@ class NativeDecoder:
     embedding: torch.Tensor
     norm: torch.Tensor
     head: Packed
+
+    def plan_attention(
+        self,
+        pool_NLK2SD: torch.Tensor,
+        query_lens: Sequence[int],
+        context_lens: Sequence[int],
+        block_tables: Sequence[npt.NDArray[np.int64]],
+    ) -> AttentionPlan:
+        """Plans attention of a step's sequences, once for all layers."""
+        return plan_attention(pool_NLK2SD, query_lens, context_lens, block_tables, self.cpu)
 
     def hidden(self, batch: Batch, pool_NLK2SD: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
         """Computes the step, writes its KV into the pool, and returns the final hidden state of some rows, [R, E]."""

@@ -26,22 +26,23 @@ from baton.engine.layers import Batch, Decoder
 from baton.engine.loop import Computed
 from baton.engine.models import llama, mistral, qwen2, qwen3
 from baton.engine.models.config import ModelConfig, UnsupportedModel, read_config
+from baton.engine.models.decoder import Traits, build
 from baton.engine.native import NativeDecoder
 from baton.engine.sampler import Row, sample, token_logprobs
 from baton.engine.weights import Weights
 from baton.kernels.cpu.library import Cpu, open_cpu
+from baton.kernels.dispatch import kernels_for
 from baton.kernels.kv_store import Slots
-from baton.kernels.paged_attention import plan_attention
 from baton.proto.messages import KvGeometry, TokenLogprob
 from baton.proto.settings import EngineSettings
 from baton.scheduler.plan import Chunk, Logprobs, Step, StepResult
 from baton.scheduler.sequence import Sequence as ScheduledSequence
 
-_LOADERS: dict[str, Callable[[ModelConfig, Weights, Cpu | None], Decoder | NativeDecoder]] = {
-    "llama": llama.load,
-    "mistral": mistral.load,
-    "qwen2": qwen2.load,
-    "qwen3": qwen3.load,
+_FAMILIES: dict[str, Callable[[ModelConfig], Traits]] = {
+    "llama": llama.traits,
+    "mistral": mistral.traits,
+    "qwen2": qwen2.traits,
+    "qwen3": qwen3.traits,
 }
 _MASKS_S = 60.0  # the library bounds its work; one that hangs must not hang the worker
 _PROMPT_ROWS = 256  # rows of prompt logits that are in memory at a time
@@ -69,7 +70,9 @@ class Runner:
             self._cpu = open_cpu(cache_directory() / "kernels", torch.get_num_threads())
         with torch.inference_mode():
             weights = Weights(path, dtype, self._device)
-            self._decoder = _LOADERS[config.family](config, weights, self._products(settings))
+            traits = _FAMILIES[config.family](config)
+            kernels = kernels_for(self._device, self._cpu)
+            self._decoder = build(config, weights, traits, kernels, self._products(settings))
         num_blocks = settings.num_blocks or kv_cache.blocks_for(
             settings.kv_cache_gib, config, settings.block_size, dtype
         )
@@ -163,7 +166,7 @@ class Runner:
         sizes = np.array([len(table) for table in tables])
         bases = np.cumsum(sizes) - sizes
         blocks = np.concatenate(tables)[positions // self._block_size + np.repeat(bases, lengths)]
-        attention = plan_attention(self.kv, lengths.tolist(), (starts + lengths).tolist(), tables, self._cpu)
+        attention = self._decoder.plan_attention(self.kv, lengths.tolist(), (starts + lengths).tolist(), tables)
         slots = Slots(self._tensor(blocks), self._tensor(positions % self._block_size))
         return Batch(self._tensor(token_ids), self._tensor(positions), slots, attention), offsets.tolist()
 

@@ -2,10 +2,11 @@
 
     device   kernels
     cuda     kernels/triton, if Triton is installed (with a GPU build of torch it is); else as below
-    cpu      kernels/*.py: plain torch, one operation after the other where the Triton ones are fused
+    cpu      kernels/*.py: plain torch, one operation after the other where the Triton ones are fused; attention by the
+             compiled kernels (kernels/cpu) where they are there
 
 Owns: `Kernels`, what a decoder layer calls, under one name and signature for all devices. Refuses to know: models, and
-the compiled kernels of the CPU, which compute whole layers and therefore have a decoder of their own.
+the compiled step of the CPU, which computes whole layers and therefore has a decoder of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from baton.kernels import gated_activation, kv_store, paged_attention, rms_norm, rope
+from baton.kernels.cpu.library import Cpu
 from baton.kernels.kv_store import Slots
 from baton.kernels.rope import Rotation
 
@@ -63,11 +65,11 @@ class Kernels(Protocol):
         """`silu(gate) * up`."""
 
 
-def kernels_for(device: torch.device) -> Kernels:
-    """The kernels for tensors of this device."""
+def kernels_for(device: torch.device, cpu: Cpu | None = None) -> Kernels:
+    """The kernels for tensors of this device; `cpu` are the compiled ones, if there are any."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         return triton_kernels()
-    return PlainKernels()
+    return PlainKernels(cpu)
 
 
 def triton_kernels() -> Kernels:
@@ -78,7 +80,10 @@ def triton_kernels() -> Kernels:
 
 
 class PlainKernels:
-    """Plain torch, on any device."""
+    """Plain torch, on any device; attention by the compiled kernels of the CPU if they are given."""
+
+    def __init__(self, cpu: Cpu | None = None) -> None:
+        self._cpu = cpu
 
     def plan_attention(
         self,
@@ -88,7 +93,7 @@ class PlainKernels:
         block_tables: Sequence[npt.NDArray[np.int64]],
         num_heads: int,
     ) -> paged_attention.AttentionPlan:
-        return paged_attention.plan_attention(pool_NLK2SD, query_lens, context_lens, block_tables)
+        return paged_attention.plan_attention(pool_NLK2SD, query_lens, context_lens, block_tables, self._cpu)
 
     def paged_attention(
         self, q_THD: torch.Tensor, pool_NLK2SD: torch.Tensor, layer: int, plan: paged_attention.AttentionPlan

@@ -16,6 +16,7 @@ from baton.engine.native import NativeDecoder
 from baton.engine.rotary import Frequencies, inverse_frequencies
 from baton.engine.weights import Weights
 from baton.kernels.cpu.library import Cpu, LayerWeights, Model, interleaved
+from baton.kernels.dispatch import Kernels
 from baton.kernels.linear import pack
 
 
@@ -29,8 +30,10 @@ class Traits:
     qk_norm: bool = False
 
 
-def build(config: ModelConfig, weights: Weights, traits: Traits, cpu: Cpu | None) -> Decoder | NativeDecoder:
-    """Reads all weights; raises WeightError with the tensor's name."""
+def build(
+    config: ModelConfig, weights: Weights, traits: Traits, kernels: Kernels, cpu: Cpu | None
+) -> Decoder | NativeDecoder:
+    """Reads all weights; raises WeightError with the tensor's name. `cpu` computes whole steps where it can."""
     embedding = weights.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
     head = embedding
     if not config.tie_word_embeddings:
@@ -52,8 +55,8 @@ def build(config: ModelConfig, weights: Weights, traits: Traits, cpu: Cpu | None
         )
         return NativeDecoder(cpu, model, frequencies, embedding, norm, cpu.pack(head))
     return Decoder(
+        kernels=kernels,
         num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         norm_epsilon=config.rms_norm_eps,
         frequencies=frequencies,

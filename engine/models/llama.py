@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from baton.engine.layers import Decoder
 from baton.engine.models.config import ModelConfig
-from baton.engine.models.decoder import Traits, build
-from baton.engine.native import NativeDecoder
-from baton.engine.weights import Weights
-from baton.kernels.cpu.library import Cpu
+from baton.engine.models.decoder import Traits
 
 
-def load(config: ModelConfig, weights: Weights, cpu: Cpu | None) -> Decoder | NativeDecoder:
-    """Builds the decoder; raises WeightError with the tensor's name."""
-    return build(
-        config,
-        weights,
-        Traits(qkv_bias=config.attention_bias, output_bias=config.attention_bias, mlp_bias=config.mlp_bias),
-        cpu,
-    )
+def traits(config: ModelConfig) -> Traits:
+    """What sets the family apart."""
+    return Traits(qkv_bias=config.attention_bias, output_bias=config.attention_bias, mlp_bias=config.mlp_bias)
