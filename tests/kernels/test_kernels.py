@@ -19,6 +19,7 @@ from baton.kernels import (
     rope,
     sampling_noise,
 )
+from baton.kernels.parcel import send
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Relative size of one rounding; results may be a few of them apart.
