@@ -98,6 +98,32 @@ def plan_attention(
     )
 
 
+def fixed_plan(
+    pool_NLK2SD: torch.Tensor, bounds_B4: torch.Tensor, tables_BW: torch.Tensor, num_heads: int
+) -> AttentionPlan:
+    """A plan for one token of each of B sequences whose shape is read from the device at each run, as graphs need it.
+
+    Row b's `bounds_B4[b]` is (b, 1, context, unused); a context of 0 is padding. Tables hold what `Singles` says. The
+    plan has no shape on the host, so `reference` cannot take it.
+    """
+    require_pool(pool_NLK2SD, 0)
+    num_sequences, width = tables_BW.shape
+    num_kv_heads, block_size = pool_NLK2SD.shape[2], pool_NLK2SD.shape[4]
+    device = pool_NLK2SD.device
+    splits = splits_for(num_sequences, num_kv_heads, width * block_size, _num_processors(device))
+    nothing = torch.zeros((0, 4), dtype=torch.int32, device=device)
+    return AttentionPlan(
+        query_lens=(1,) * num_sequences,
+        context_lens=(),
+        block_tables=(),
+        num_heads=num_heads,
+        window=0,
+        soft_cap=0.0,
+        singles=Singles(bounds_B4, tables_BW, splits),
+        chunks=Chunks(nothing, nothing[:, :2], nothing[:, :1]),
+    )
+
+
 def paged_attention(q_THD: torch.Tensor, pool_NLK2SD: torch.Tensor, layer: int, plan: AttentionPlan) -> torch.Tensor:
     """Attention of all rows, [T, H, D]; queries may be a slice of a wider tensor."""
     num_tokens = sum(plan.query_lens)

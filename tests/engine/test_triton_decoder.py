@@ -21,4 +21,4 @@ def test_models_on_interpreted_triton_kernels_give_the_tokens_of_plain_torch() -
         check=False,
     )
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
-    assert re.search(r"\b2 passed", done.stdout)
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 16
