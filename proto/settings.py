@@ -58,6 +58,18 @@ class EngineSettings:
     max_model_len: int = bounded(0, minimum=0)
     threads: int = bounded(0, minimum=0, maximum=1024)
     cpu_kernels: str = one_of("auto", ("auto", "native", "torch"))
+    tensor_parallel: int = bounded(1, minimum=1, maximum=64)
+
+
+@dataclass(frozen=True, slots=True)
+class RankSettings:
+    """How a further rank of a worker finds rank 0, on the same machine. `key` is a secret of that worker's start."""
+
+    rank: int
+    size: int
+    port: int
+    store_port: int
+    key: bytes
 
 
 @dataclass(frozen=True, slots=True)
