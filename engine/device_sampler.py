@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from baton.engine.sampler import Mask, Row, Samples, hide
-from baton.kernels.parcel import send
+from baton.kernels.parcel import Fetched, send
 from baton.kernels.sampling_noise import row_keys
 from baton.kernels.triton.penalties import History, Penalties, penalize
 from baton.kernels.triton.sampling import Draw, sample
@@ -40,21 +40,21 @@ class _Reported:
     top_logprobs: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """One token a row, on the device."""
+    """One token a row, on the device, and what the host is to know of it on its way there."""
 
-    token_ids_R: torch.Tensor
-    reported: _Reported | None = None
+    def __init__(self, token_ids_R: torch.Tensor, reported: _Reported | None = None) -> None:
+        self.token_ids_R = token_ids_R
+        self._reported = reported
+        wanted = () if reported is None else (*reported.chosen, reported.top_ids, reported.top_logprobs)
+        self._fetched = Fetched([token_ids_R, *wanted])
 
     def read(self) -> Samples:
         """Waits for the device."""
-        token_ids = self.token_ids_R.tolist()
-        if self.reported is None:
+        token_ids, *numbers = (tensor.tolist() for tensor in self._fetched.read())
+        if self._reported is None:
             return Samples(token_ids, {})
-        told = self.reported
-        logprobs, ranks = told.chosen.logprobs_R.tolist(), told.chosen.ranks_R.tolist()
-        top_ids, top_logprobs = told.top_ids.tolist(), told.top_logprobs.tolist()
+        logprobs, ranks, top_ids, top_logprobs = numbers
         return Samples(
             token_ids,
             {
@@ -65,7 +65,7 @@ class DeviceChoice:
                     top_ids=tuple(top_ids[i][:count]),
                     top_logprobs=tuple(top_logprobs[i][:count]),
                 )
-                for i, (row, count) in enumerate(zip(told.rows, told.counts, strict=True))
+                for i, (row, count) in enumerate(zip(self._reported.rows, self._reported.counts, strict=True))
             },
         )
 

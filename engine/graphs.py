@@ -19,16 +19,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from baton.engine.layers import Batch, Decoder
+from baton.engine.step_inputs import Numbers, resolved
 from baton.kernels.kv_store import Slots
 from baton.kernels.parcel import send
-from baton.kernels.triton.paged_attention import fixed_plan
+
+LARGEST_BATCH = 256  # larger ones keep a GPU busy without being recorded
 
 Run = Callable[[], torch.Tensor]
-Numbers = npt.NDArray[np.int64]
 
 
 class Recorder(Protocol):
@@ -61,6 +61,13 @@ class GraphRecorder:
         return run
 
 
+def decode_graphs(decoder: Decoder, pool_NLK2SD: torch.Tensor, max_blocks: int) -> DecodeGraphs | None:
+    """Recorded steps on the GPU where pool and weights are; None where its kernels cannot be recorded."""
+    if not decoder.kernels.records:
+        return None
+    return DecodeGraphs(decoder, pool_NLK2SD, LARGEST_BATCH, max_blocks, GraphRecorder())
+
+
 def buckets_up_to(most: int) -> list[int]:
     """1, 2, 4, then multiples of 8, from 64 on of 16, and `most`: padding costs at most a quarter above 16 rows."""
     sizes = {1, 2, 4, *range(8, min(most, 64), 8), *range(64, most, 16)}
@@ -88,20 +95,31 @@ class DecodeGraphs:
         with torch.inference_mode():
             for size in reversed(self._buckets):  # the largest first: the others fit into its memory
                 token_ids, positions, blocks, offsets = self._numbers[:, :size].unbind()
-                plan = fixed_plan(pool_NLK2SD, self._bounds[:size], self._tables[:size], decoder.num_heads)
+                plan = decoder.kernels.fixed_plan(
+                    pool_NLK2SD, self._bounds[:size], self._tables[:size], decoder.num_heads
+                )
                 batch = Batch(token_ids, positions, Slots(blocks, offsets), plan)
                 self._runs[size] = recorder.record(_step(decoder, batch, pool_NLK2SD, rows[:size]))
 
-    def hidden(self, token_ids: Numbers, context_lens: Numbers, tables: Sequence[Numbers]) -> torch.Tensor | None:
-        """The final hidden state of each sequence's last token, [B, E]; None for more sequences than any bucket takes.
+    def hidden(
+        self,
+        token_ids: Numbers,
+        context_lens: Numbers,
+        tables: Sequence[Numbers],
+        sampled_R: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """The final hidden state of each sequence's last token, [B, E]; None for more sequences than buckets take.
 
-        `context_lens` count that token, whose id is in `token_ids`.
+        `context_lens` count that token, whose id is in `token_ids`, or in `sampled_R` as StepInputs says.
         """
         place = bisect_left(self._buckets, len(token_ids))
         if place == len(self._buckets):
             return None
         size = self._buckets[place]
         self._write(size, token_ids, context_lens, tables)
+        if (token_ids < 0).any():
+            assert sampled_R is not None
+            self._numbers[0, :size] = resolved(self._numbers[0, :size], sampled_R)
         return self._runs[size]()[: len(token_ids)]
 
     def _write(self, size: int, token_ids: Numbers, context_lens: Numbers, tables: Sequence[Numbers]) -> None:

@@ -19,7 +19,9 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from baton.engine.group import Group
 from baton.engine.rotary import Frequencies
+from baton.engine.split import share
 from baton.kernels.dispatch import Kernels
 from baton.kernels.kv_store import Slots
 from baton.kernels.linear import linear
@@ -60,13 +62,19 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """All weights of a model, and the computation of a step with them."""
+    """A rank's weights of a model, and the computation of a step with them; all ranks of the group compute it together.
+
+    `vocabulary`: the rows of embedding and head that are here, of `vocab_size`.
+    """
 
     kernels: Kernels
+    group: Group
     num_heads: int
     head_dim: int
     norm_epsilon: float
     frequencies: Frequencies
+    vocabulary: range
+    vocab_size: int
     embedding: torch.Tensor
     layers: tuple[Layer, ...]
     norm: torch.Tensor
@@ -85,8 +93,8 @@ class Decoder:
 
     def hidden(self, batch: Batch, pool_NLK2SD: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
         """Computes the step, writes its KV into the pool, and returns the final hidden state of some rows, [R, E]."""
-        kernels, epsilon = self.kernels, self.norm_epsilon
-        residual = functional.embedding(batch.token_ids_T, self.embedding)
+        kernels, epsilon, group = self.kernels, self.norm_epsilon, self.group
+        residual = self._embedded(batch.token_ids_T)
         turn = rotation(batch.positions_T, self.frequencies.inverse, self.frequencies.factor, residual.dtype)
         following = [layer.attention_norm for layer in self.layers[1:]] + [self.norm]
         normed = kernels.rms_norm(residual, self.layers[0].attention_norm, epsilon)
@@ -96,26 +104,34 @@ class Decoder:
                 if not len(rows_R):
                     return residual[:0]
                 residual, attended = residual[rows_R], attended[rows_R]
-            normed = kernels.add_rms_norm(layer.output(attended), residual, layer.mlp_norm, epsilon)
+            normed = kernels.add_rms_norm(group.sum_(layer.output(attended)), residual, layer.mlp_norm, epsilon)
             activated = kernels.gated_activation(layer.gate_up(normed))
-            normed = kernels.add_rms_norm(layer.down(activated), residual, next_norm, epsilon)
+            normed = kernels.add_rms_norm(group.sum_(layer.down(activated)), residual, next_norm, epsilon)
         return normed
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
-        """Scores of the vocabulary for each row, fp32.
+        """Scores of the vocabulary for each row, fp32; all of them on rank 0, on others those of their own part.
 
         A product in half precision rounds a score of 20 to a multiple of 1/8 (bf16), so the best few are often equal,
         and which of them wins would change with the shape of the batch. Those near the top are computed again in fp32.
         """
         rounded = self.head(hidden_RE)
         scores = rounded.float()
-        if rounded.dtype is torch.float32:
-            return scores
-        best = scores.amax(dim=1, keepdim=True)
-        spacing = best.abs().clamp(min=1.0) * torch.finfo(rounded.dtype).eps
-        rows, ids = (scores >= best - 4 * spacing).nonzero(as_tuple=True)
-        scores[rows, ids] = (hidden_RE[rows].float() * self.head_VE[ids].float()).sum(dim=1)
-        return scores
+        if rounded.dtype is not torch.float32:
+            best = self.group.largest_(scores.amax(dim=1, keepdim=True))
+            near = best - 4 * best.abs().clamp(min=1.0) * torch.finfo(rounded.dtype).eps
+            (refine_few if scores.is_cuda else refine_all)(scores, near, hidden_RE, self.head_VE)
+        return self.group.gathered(
+            scores, [len(share(self.vocab_size, i, self.group.size)) for i in range(self.group.size)]
+        )
+
+    def _embedded(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        if self.group.size == 1:
+            return functional.embedding(token_ids_T, self.embedding)
+        ids = token_ids_T - self.vocabulary.start
+        elsewhere = (ids < 0) | (ids >= len(self.vocabulary))
+        rows = functional.embedding(ids.masked_fill_(elsewhere, 0), self.embedding)
+        return self.group.sum_(rows.masked_fill_(elsewhere[:, None], 0.0))
 
     def _attend(
         self,
@@ -129,3 +145,18 @@ class Decoder:
         qkv = layer.qkv(normed_TE).view(len(normed_TE), -1, self.head_dim)
         query = self.kernels.rope_store(qkv, layer.qk_norm, self.norm_epsilon, turn, pool_NLK2SD, number, batch.slots)
         return self.kernels.paged_attention(query, pool_NLK2SD, number, batch.attention).flatten(1)
+
+
+def refine_all(scores_RV: torch.Tensor, near_R1: torch.Tensor, hidden_RE: torch.Tensor, head_VE: torch.Tensor) -> None:
+    """Computes scores from `near_R1` on again, in fp32. Waits for the device: how many they are decides the shape."""
+    rows, ids = (scores_RV >= near_R1).nonzero(as_tuple=True)
+    scores_RV[rows, ids] = (hidden_RE[rows].float() * head_VE[ids].float()).sum(dim=1)
+
+
+def refine_few(
+    scores_RV: torch.Tensor, near_R1: torch.Tensor, hidden_RE: torch.Tensor, head_VE: torch.Tensor, count: int = 8
+) -> None:
+    """The same for the best `count` of each row at most, without waiting."""
+    top = scores_RV.topk(min(count, scores_RV.shape[1]), dim=1)
+    exact = torch.einsum("re,rce->rc", hidden_RE.float(), head_VE[top.indices].float())
+    scores_RV.scatter_(1, top.indices, torch.where(top.values >= near_R1, exact, top.values))

@@ -11,117 +11,108 @@ never writes to them.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from baton import __version__
 from baton.engine import kv_cache
-from baton.engine.checkpoint import cache_directory, model_name, resolve_model
+from baton.engine.checkpoint import model_name
 from baton.engine.description import ModelDescription
 from baton.engine.grammar import NO_LIMITS, Constrained, Grammars
-from baton.engine.layers import Batch, Decoder
-from baton.engine.loop import Computed
-from baton.engine.models import llama, mistral, qwen2, qwen3
-from baton.engine.models.config import ModelConfig, UnsupportedModel, read_config
-from baton.engine.models.decoder import Traits, build
-from baton.engine.native import NativeDecoder
-from baton.engine.sampler import Row, sample, token_logprobs
-from baton.engine.weights import Weights
-from baton.kernels.cpu.library import Cpu, open_cpu
-from baton.kernels.dispatch import kernels_for
-from baton.kernels.kv_store import Slots
-from baton.proto.messages import KvGeometry, TokenLogprob
+from baton.engine.group import Alone
+from baton.engine.parallel import Ranks
+from baton.engine.part import ModelPart
+from baton.engine.sampler import Choice, Row, chooser_for, token_logprobs
+from baton.engine.step_inputs import Numbers, StepInputs
+from baton.proto.messages import TokenLogprob
 from baton.proto.settings import EngineSettings
 from baton.scheduler.plan import Chunk, Logprobs, Step, StepResult
 from baton.scheduler.sequence import Sequence as ScheduledSequence
 
-_FAMILIES: dict[str, Callable[[ModelConfig], Traits]] = {
-    "llama": llama.traits,
-    "mistral": mistral.traits,
-    "qwen2": qwen2.traits,
-    "qwen3": qwen3.traits,
-}
 _MASKS_S = 60.0  # the library bounds its work; one that hangs must not hang the worker
 _PROMPT_ROWS = 256  # rows of prompt logits that are in memory at a time
-_FINGERPRINT_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that is being computed. `sampling[k]` is the index of the chunk for which row k of `choice` is."""
+
+    chunks: list[Chunk]
+    sampling: list[int] = field(default_factory=list)
+    choice: Choice | None = None
+    prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+
+    def read(self) -> StepResult:
+        token_ids = [-1] * len(self.chunks)
+        sampled: dict[int, TokenLogprob] = {}
+        if self.choice is not None:
+            samples = self.choice.read()
+            for i, token_id in zip(self.sampling, samples.token_ids, strict=True):
+                token_ids[i] = token_id
+            sampled = {self.sampling[k]: entry for k, entry in samples.logprobs.items()}
+        for i in self.refused:
+            token_ids[i] = min(self.chunks[i].sequence.stop_token_ids)
+        logprobs = {
+            i: Logprobs(sampled.get(i), self.prompt_logprobs.get(i, ()))
+            for i in sorted(sampled.keys() | self.prompt_logprobs.keys())
+        }
+        return StepResult(token_ids, logprobs, self.refused)
 
 
 class Runner:
     """A loaded model and its KV pool. `kv` is [block, layer, kv_head, 2, token, head_dim], one contiguous tensor.
 
-    Construction reads the weights and sets the process's number of threads (`threads` 0 leaves torch's own choice).
-    Raises CheckpointError, UnsupportedModel, WeightError or OutOfMemory.
+    With `ranks` it is rank 0 of them, and `kv` holds its own KV heads only. Construction reads the weights and sets the
+    process's number of threads (`threads` 0 leaves torch's own choice); it returns when every rank has read its own.
+    Raises CheckpointError, UnsupportedModel, WeightError, OutOfMemory or RankLost.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
-        if settings.threads:
-            torch.set_num_threads(settings.threads)
-        path = resolve_model(settings.model)
-        config = read_config(path)
-        max_model_len = _max_model_len(config, settings.max_model_len)
-        dtype: torch.dtype = getattr(torch, settings.dtype)
-        self._device = torch.device(settings.device)
-        self._block_size = settings.block_size
-        self._cpu = None
-        if settings.device == "cpu" and settings.cpu_kernels != "torch":
-            self._cpu = open_cpu(cache_directory() / "kernels", torch.get_num_threads())
-        with torch.inference_mode():
-            weights = Weights(path, dtype, self._device)
-            traits = _FAMILIES[config.family](config)
-            kernels = kernels_for(self._device, self._cpu)
-            self._decoder = build(config, weights, traits, kernels, self._products(settings))
-        num_blocks = settings.num_blocks or kv_cache.blocks_for(
-            settings.kv_cache_gib, config, settings.block_size, dtype
-        )
-        self.kv = kv_cache.allocate(config, num_blocks, settings.block_size, dtype, self._device)
-        name = model_name(settings.model)
+    def __init__(self, settings: EngineSettings, ranks: Ranks | None = None) -> None:
+        self._ranks = ranks
+        self._part = part = ModelPart(settings, ranks.group if ranks is not None else Alone())
+        config = part.config
+        self._decoder, self._cpu = part.decoder, part.cpu
+        self.kv = part.kv
+        self.geometry = part.geometry
         self.description = ModelDescription(
-            name=name,
-            path=path,
-            max_model_len=max_model_len,
+            name=model_name(settings.model),
+            path=part.path,
+            max_model_len=part.max_model_len,
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
             dtype=settings.dtype,
             block_size=settings.block_size,
-            num_blocks=num_blocks,
-            kv_bytes_per_token=kv_cache.kv_bytes_per_token(config, dtype),
+            num_blocks=len(part.kv),
+            kv_bytes_per_token=kv_cache.kv_bytes_per_token(config, part.dtype),
         )
-        self._sampled: dict[ScheduledSequence, int] = {}
-        self._grammars = Grammars(path, config.vocab_size, config.eos_token_ids, settings.threads)
-        self.geometry = KvGeometry(
-            model=f"{name}@{config.digest}-{_fingerprint(self._decoder)}",
-            version=__version__,
-            dtype=settings.dtype,
-            block_size=settings.block_size,
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-        )
+        self._choose = chooser_for(part.device)
+        self._last: Choice | None = None
+        self._last_rows: dict[ScheduledSequence, int] = {}
+        self._grammars = Grammars(part.path, config.vocab_size, config.eos_token_ids, settings.threads)
+        if ranks is not None:
+            ranks.wait_ready()
 
-    def _products(self, settings: EngineSettings) -> Cpu | None:
-        """The compiled kernels, if they are to do the products too."""
-        wanted = self._cpu is not None and (settings.cpu_kernels == "native" or self._cpu.multiplies_fast)
-        return self._cpu if wanted else None
-
-    def launch(self, step: Step) -> Computed:
-        """Computes a step; see `run`. On a CPU it is over when this returns."""
-        return Computed(self.run(step))
+    def run(self, step: Step) -> StepResult:
+        """Computes a step to its end."""
+        return self.launch(step).read()
 
     @torch.inference_mode()
-    def run(self, step: Step) -> StepResult:
+    def launch(self, step: Step) -> LaunchedStep:
         """Computes all chunks, leaves their KV in the pool, and samples for the chunks that reach their end.
 
-        Masks of constrained rows are filled beside it, by a thread that does not need the interpreter for long.
+        A CPU is done when this returns; a GPU has been told what to do, and is waited for by `read`. Masks of
+        constrained rows are filled beside it, by a thread that does not need the interpreter for long.
         """
         chunks = step.chunks
         if not chunks:
-            return StepResult([])
+            return LaunchedStep(chunks)
         order = sorted(range(len(chunks)), key=lambda i: _batch_position(chunks[i]))
-        batch, offsets = self._batch([chunks[i] for i in order])
-        first_rows = dict(zip(order, offsets, strict=True))
+        batch = [chunks[i] for i in order]
+        ends = np.cumsum([chunk.num_tokens for chunk in batch])
+        first_rows = {i: int(end) - chunks[i].num_tokens for i, end in zip(order, ends, strict=True)}
         sampling = [i for i in order if chunks[i].samples]
         scored = [i for i in order if _num_prompt_rows(chunks[i])]
         constrained = [
@@ -129,59 +120,53 @@ class Runner:
         ]
         masks = self._grammars.begin(constrained) if constrained else None
         rows = [first_rows[i] + chunks[i].num_tokens - 1 for i in sampling]
+        counts = [len(sampling)] if sampling else []
         for i in scored:
-            rows.extend(range(first_rows[i], first_rows[i] + _num_prompt_rows(chunks[i])))
-        hidden = self._decoder.hidden(batch, self.kv, torch.tensor(rows, dtype=torch.int64, device=self._device))
+            num_rows = _num_prompt_rows(chunks[i])
+            rows.extend(range(first_rows[i], first_rows[i] + num_rows))
+            counts.extend(min(_PROMPT_ROWS, num_rows - row) for row in range(0, num_rows, _PROMPT_ROWS))
+        inputs = self._inputs(batch, np.array(rows, dtype=np.int64), counts)
+        if self._ranks is not None:
+            self._ranks.send(inputs)
+        hidden = self._part.hidden(inputs, self._last.token_ids_R if self._last is not None else None)
 
-        token_ids = [-1] * len(chunks)
-        logprobs: dict[int, Logprobs] = {}
-        limits = NO_LIMITS
+        choice, limits = None, NO_LIMITS
         if sampling:
             logits = self._decoder.logits(hidden[: len(sampling)])
             limits = masks.result(_MASKS_S) if masks is not None else NO_LIMITS
-            samples = sample(logits, [_row(chunks[i]) for i in sampling], limits.mask)
-            for i, token_id in zip(sampling, samples.token_ids, strict=True):
-                token_ids[i] = token_id
-            self._sampled = {chunks[i].sequence: token_ids[i] for i in sampling}
-            logprobs = {sampling[k]: Logprobs(sampled=entry) for k, entry in samples.logprobs.items()}
-            for k in limits.refused:
-                token_ids[sampling[k]] = min(chunks[sampling[k]].sequence.stop_token_ids)
-        row = len(sampling)
+            choice = self._choose(logits, [_row(chunks[i]) for i in sampling], limits.mask)
+        self._last, self._last_rows = choice, {chunks[i].sequence: k for k, i in enumerate(sampling)}
+        row, prompts = len(sampling), {}
         for i in scored:
             count = _num_prompt_rows(chunks[i])
-            prompt = self._prompt_logprobs(chunks[i], hidden[row : row + count])
-            logprobs[i] = Logprobs(sampled=logprobs[i].sampled if i in logprobs else None, prompt=prompt)
+            prompts[i] = self._prompt_logprobs(chunks[i], hidden[row : row + count])
             row += count
-        return StepResult(token_ids, logprobs, {sampling[k]: reason for k, reason in limits.refused.items()})
+        refused = {sampling[k]: reason for k, reason in limits.refused.items()}
+        return LaunchedStep(chunks, sampling, choice, prompts, refused)
 
-    def _batch(self, chunks: Sequence[Chunk]) -> tuple[Batch, list[int]]:
-        """The chunks' tokens on one axis, and the row at which each chunk starts."""
+    def _inputs(self, chunks: Sequence[Chunk], rows: Numbers, counts: Sequence[int]) -> StepInputs:
+        """The chunks' numbers on one axis."""
         lengths = np.array([chunk.num_tokens for chunk in chunks])
-        starts = np.array([chunk.start for chunk in chunks])
-        offsets = np.cumsum(lengths) - lengths
-        positions = np.arange(lengths.sum()) + np.repeat(starts - offsets, lengths)
         token_ids = np.concatenate([np.asarray(self._token_ids(chunk), dtype=np.int64) for chunk in chunks])
+        context_lens = lengths + np.array([chunk.start for chunk in chunks])
         tables = [np.asarray(chunk.sequence.block_ids, dtype=np.int64) for chunk in chunks]
-        # One long table of all sequences' blocks: sequence i's part starts at bases[i].
-        sizes = np.array([len(table) for table in tables])
-        bases = np.cumsum(sizes) - sizes
-        blocks = np.concatenate(tables)[positions // self._block_size + np.repeat(bases, lengths)]
-        attention = self._decoder.plan_attention(self.kv, lengths.tolist(), (starts + lengths).tolist(), tables)
-        slots = Slots(self._tensor(blocks), self._tensor(positions % self._block_size))
-        return Batch(self._tensor(token_ids), self._tensor(positions), slots, attention), offsets.tolist()
+        return StepInputs(token_ids, lengths, context_lens, tables, rows, counts)
 
     def _token_ids(self, chunk: Chunk) -> list[int]:
-        """The chunk's tokens. One that its sequence does not have yet is what the last step sampled."""
+        """The chunk's tokens. One that its sequence does not have yet is what a row of the step before has sampled."""
         known = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
-        return known or [self._sampled[chunk.sequence]]
-
-    def _tensor(self, values: np.ndarray[tuple[int], np.dtype[np.int64]]) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device)
+        if known:
+            return known
+        row = self._last_rows[chunk.sequence]
+        if self._ranks is None:
+            return [-1 - row]
+        assert self._last is not None
+        return [self._last.read().token_ids[row]]  # the other ranks do not have it
 
     def _prompt_logprobs(self, chunk: Chunk, hidden_RE: torch.Tensor) -> tuple[TokenLogprob, ...]:
         count = chunk.sequence.sampling.prompt_logprobs or 0
         first = chunk.start + 1
-        targets = torch.tensor(chunk.sequence.token_ids[first : first + len(hidden_RE)], device=self._device)
+        targets = torch.tensor(chunk.sequence.token_ids[first : first + len(hidden_RE)], device=self._part.device)
         entries: list[TokenLogprob] = []
         for row in range(0, len(targets), _PROMPT_ROWS):
             logits = self._decoder.logits(hidden_RE[row : row + _PROMPT_ROWS])
@@ -217,23 +202,3 @@ def _constrained(row: int, chunk: Chunk) -> Constrained:
         num_tokens=chunk.start + chunk.num_tokens,
         stop_token_ids=sequence.stop_token_ids,
     )
-
-
-def _max_model_len(config: ModelConfig, wanted: int) -> int:
-    if wanted > config.max_model_len:
-        raise UnsupportedModel(f"max_model_len {wanted}: the model has positions up to {config.max_model_len}")
-    length = wanted or config.max_model_len
-    if config.sliding_window is not None and config.sliding_window < length:
-        raise UnsupportedModel(
-            f"sliding_window {config.sliding_window} is shorter than max_model_len {length}: sliding-window attention "
-            f"is not supported, set max_model_len to {config.sliding_window} or less"
-        )
-    return length
-
-
-def _fingerprint(decoder: Decoder | NativeDecoder) -> str:
-    """16 hex digits that tell fine-tunes of one configuration apart: the last norm and some rows of the embedding."""
-    rows = torch.linspace(0, len(decoder.embedding) - 1, _FINGERPRINT_ROWS).long()
-    digest = hashlib.sha256(decoder.norm.float().cpu().numpy().tobytes())
-    digest.update(decoder.embedding[rows.to(decoder.embedding.device)].float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]

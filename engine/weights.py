@@ -1,14 +1,15 @@
 """Tensors of a safetensors checkpoint, by name.
 
-Owns: which file holds which tensor, shape checks, dtype conversion and stacking of tensors that are computed as one.
-Refuses to know: what the tensors mean; that is a family's business. Files are mapped, not read: a tensor costs its own
-pages once.
+Owns: which file holds which tensor, shape checks, dtype conversion, stacking of tensors that are computed as one, and
+reading parts of tensors. Refuses to know: what the tensors mean; that is a family's business. Files are mapped, not
+read: a tensor costs its own pages once, and of a part no other page is touched.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,29 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 class WeightError(ValueError):
     """A checkpoint's file or tensor that is missing, damaged or of the wrong shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some rows and columns of a tensor that has this shape as a whole; None is all of them."""
+
+    name: str
+    shape: tuple[int, ...]
+    rows: range | None = None
+    columns: range | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of the tensor is left out."""
+        return self.cut_shape == self.shape
+
+    @property
+    def cut_shape(self) -> tuple[int, ...]:
+        """The shape of the piece."""
+        kept = (self.rows, self.columns)
+        return tuple(
+            extent if cut is None else len(cut) for extent, cut in zip(self.shape, kept[: len(self.shape)], strict=True)
+        )
 
 
 class Weights:
@@ -38,36 +62,40 @@ class Weights:
             reader: Any = file
             self._files.update(dict.fromkeys(reader.keys(), reader))
 
-    def has(self, name: str) -> bool:
-        return name in self._files
-
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """One tensor, a copy of its own."""
-        return self.stacked([name], *shape)
+        return self.stacked([Piece(name, shape)])
 
-    def stacked(self, names: Sequence[str], *shape: int) -> torch.Tensor:
-        """Tensors joined along the first axis; `shape` is that of the result, -1 of the first axis is not accepted."""
-        parts = [self._mapped(name) for name in names]
-        for name, part in zip(names, parts, strict=True):
-            if part.dtype not in _FLOATS:
-                raise WeightError(f"{self._directory}: {name} has dtype {part.dtype}, which is not supported")
-            if part.dim() != len(shape) or tuple(part.shape[1:]) != shape[1:]:
-                raise WeightError(f"{self._directory}: {name} has shape {list(part.shape)}, expected {list(shape)}")
-        rows = sum(part.shape[0] for part in parts)
-        if rows != shape[0]:
-            found = ", ".join(f"{name} {list(part.shape)}" for name, part in zip(names, parts, strict=True))
-            raise WeightError(f"{self._directory}: {found}: {rows} rows, expected shape {list(shape)}")
-        joined = torch.empty(shape, dtype=self._dtype, device=self._device)
+    def stacked(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Pieces joined along the first axis, a copy of its own. Raises WeightError with the tensor's name."""
+        shapes = [piece.cut_shape for piece in pieces]
+        joined = torch.empty(
+            (sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=self._dtype, device=self._device
+        )
         row = 0
-        for part in parts:
-            joined[row : row + part.shape[0]].copy_(part)
-            row += part.shape[0]
+        for piece, shape in zip(pieces, shapes, strict=True):
+            joined[row : row + shape[0]].copy_(self._mapped(piece))
+            row += shape[0]
         return joined
 
-    def _mapped(self, name: str) -> torch.Tensor:
+    def _mapped(self, piece: Piece) -> torch.Tensor:
+        name = piece.name
         if name not in self._files:
             raise WeightError(f"{self._directory}: tensor {name} is missing")
-        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        file = self._files[name]
+        view = file.get_slice(name)
+        shape = tuple(view.get_shape())
+        if shape != piece.shape:
+            raise WeightError(f"{self._directory}: {name} has shape {list(shape)}, expected {list(piece.shape)}")
+        if piece.is_whole:
+            tensor: torch.Tensor = file.get_tensor(name)
+        else:
+            cuts = [
+                slice(cut.start, cut.stop) if cut is not None else slice(None) for cut in (piece.rows, piece.columns)
+            ]
+            tensor = view[tuple(cuts[: len(shape)])]
+        if tensor.dtype not in _FLOATS:
+            raise WeightError(f"{self._directory}: {name} has dtype {tensor.dtype}, which is not supported")
         return tensor
 
 

@@ -38,6 +38,18 @@ class Kernels(Protocol):
     ) -> Any:
         """Plans attention of a step's sequences, once for all layers."""
 
+    @property
+    def records(self) -> bool:
+        """Whether a step of them may be recorded and run again on other numbers."""
+
+    def fixed_plan(
+        self, pool_NLK2SD: torch.Tensor, bounds_B4: torch.Tensor, tables_BW: torch.Tensor, num_heads: int
+    ) -> Any:
+        """A plan for one token of each of B sequences, whose shape is read from the device at each run.
+
+        Only of kernels that record. See kernels/triton/paged_attention.py.
+        """
+
     def paged_attention(self, q_THD: torch.Tensor, pool_NLK2SD: torch.Tensor, layer: int, plan: Any) -> torch.Tensor:
         """Attention of all rows, [T, H, D]."""
 
@@ -82,8 +94,15 @@ def triton_kernels() -> Kernels:
 class PlainKernels:
     """Plain torch, on any device; attention by the compiled kernels of the CPU if they are given."""
 
+    records = False
+
     def __init__(self, cpu: Cpu | None = None) -> None:
         self._cpu = cpu
+
+    def fixed_plan(
+        self, pool_NLK2SD: torch.Tensor, bounds_B4: torch.Tensor, tables_BW: torch.Tensor, num_heads: int
+    ) -> Any:
+        raise NotImplementedError("plain attention takes its shape from the host")
 
     def plan_attention(
         self,

@@ -517,7 +517,9 @@ class WorkerDescription:
 
 @dataclass(frozen=True, slots=True)
 class KvGeometry:
-    """What two KV pools must agree on before a byte moves between them."""
+    """What two workers' KV must agree on before a byte moves between them: all but `tp_size`, the number of ranks that
+    its heads are split over.
+    """
 
     model: str
     version: str
@@ -529,8 +531,8 @@ class KvGeometry:
     tp_size: int = 1
 
     def difference(self, other: KvGeometry) -> str:
-        """The first field that differs, with both values; empty if none does."""
-        for name in _GEOMETRY:
+        """The first field that differs and may not, with both values; empty if none does."""
+        for name in _ALIKE:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 return f"{name}: {mine!r} here, {theirs!r} there"
@@ -545,6 +547,7 @@ class KvGeometry:
 
 
 _GEOMETRY = tuple(wire.KvGeometry.DESCRIPTOR.fields_by_name)
+_ALIKE = tuple(name for name in _GEOMETRY if name != "tp_size")
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class EngineSettings:
     `model`: a directory, a Hugging Face id or `demo`. `max_model_len` 0 takes the model's own. `num_blocks` 0 derives
     the pool's size from `kv_cache_gib`. `threads` 0 shares the machine's cores among the workers on it. `cpu_kernels`:
     `auto` compiles kernels for the CPU once and uses those known to be faster there, `native` uses all of them, `torch`
-    does without.
+    does without. `cuda_graphs`: whether decode steps on a GPU are recorded when a worker starts.
     """
 
     model: str = "demo"
@@ -59,7 +59,20 @@ class EngineSettings:
     kv_cache_gib: float = bounded(1.0, minimum=0.001)
     max_model_len: int = bounded(0, minimum=0)
     threads: int = bounded(0, minimum=0, maximum=1024)
+    cuda_graphs: bool = True
     cpu_kernels: str = one_of("auto", ("auto", "native", "torch"))
+    tensor_parallel: int = bounded(1, minimum=1, maximum=64)
+
+
+@dataclass(frozen=True, slots=True)
+class RankSettings:
+    """How a further rank of a worker finds rank 0, on the same machine. `key` is a secret of that worker's start."""
+
+    rank: int
+    size: int
+    port: int
+    store_port: int
+    key: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,24 @@
 """Builds a `Decoder` from a checkpoint that names its tensors as all of our families do.
 
-Owns: the tensor names, which tensors are fused, and whether the compiled kernels take the model. Refuses to know: which
-family has which biases and norms; the family's file says so in `Traits`.
+Owns: the tensor names, which tensors are fused, how each is cut between ranks, and whether the compiled kernels take
+the model. Refuses to know: which family has which biases and norms; the family's file says so in `Traits`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
+from baton.engine.group import Group
 from baton.engine.layers import Decoder, Layer, Linear
 from baton.engine.models.config import ModelConfig
 from baton.engine.native import NativeDecoder
 from baton.engine.rotary import Frequencies, inverse_frequencies
-from baton.engine.weights import Weights
+from baton.engine.split import Split
+from baton.engine.weights import Piece, Weights
 from baton.kernels.cpu.library import Cpu, LayerWeights, Model, interleaved
 from baton.kernels.dispatch import Kernels
 from baton.kernels.linear import pack
@@ -30,19 +34,28 @@ class Traits:
     qk_norm: bool = False
 
 
-def build(
-    config: ModelConfig, weights: Weights, traits: Traits, kernels: Kernels, cpu: Cpu | None
-) -> Decoder | NativeDecoder:
-    """Reads all weights; raises WeightError with the tensor's name. `cpu` computes whole steps where it can."""
-    embedding = weights.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a rank computes with. `cpu` computes whole steps, where a rank computes alone and the model allows it."""
+
+    kernels: Kernels
+    group: Group
+    cpu: Cpu | None
+
+
+def build(config: ModelConfig, weights: Weights, traits: Traits, split: Split, means: Means) -> Decoder | NativeDecoder:
+    """Reads a rank's weights; raises WeightError with the tensor's name."""
+    table = (config.vocab_size, config.hidden_size)
+    embedding = weights.stacked([Piece("model.embed_tokens.weight", table, rows=split.vocabulary)])
     head = embedding
     if not config.tie_word_embeddings:
-        head = weights.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
+        head = weights.stacked([Piece("lm_head.weight", table, rows=split.vocabulary)])
     inverse, factor = inverse_frequencies(config.rope, config.head_dim)
     frequencies = Frequencies(inverse.to(embedding.device), factor)
     prefixes = [f"model.layers.{i}." for i in range(config.num_layers)]
     norm = weights.tensor("model.norm.weight", config.hidden_size)
-    if cpu is not None and _is_native(config, embedding.dtype, cpu):
+    cpu = means.cpu
+    if cpu is not None and split.size == 1 and _is_native(config, embedding.dtype, cpu):
         # One layer at a time: the memory of the weight as it was read is free before the next one is.
         model = Model(
             heads=config.num_heads,
@@ -51,17 +64,20 @@ def build(
             epsilon=config.rms_norm_eps,
             embedding=embedding,
             norm=norm,
-            layers=[_packed(_layer(config, weights, traits, prefix), cpu) for prefix in prefixes],
+            layers=[_packed(_layer(config, weights, traits, split, prefix), cpu) for prefix in prefixes],
         )
         return NativeDecoder(cpu, model, frequencies, embedding, norm, cpu.pack(head))
     return Decoder(
-        kernels=kernels,
-        num_heads=config.num_heads,
+        kernels=means.kernels,
+        group=means.group,
+        num_heads=len(split.heads),
         head_dim=config.head_dim,
         norm_epsilon=config.rms_norm_eps,
         frequencies=frequencies,
+        vocabulary=split.vocabulary,
+        vocab_size=config.vocab_size,
         embedding=embedding,
-        layers=tuple(_blocked(_layer(config, weights, traits, prefix)) for prefix in prefixes),
+        layers=tuple(_blocked(_layer(config, weights, traits, split, prefix)) for prefix in prefixes),
         norm=norm,
         head=Linear(pack(head), None),
         head_VE=head,
@@ -99,29 +115,51 @@ def _blocked(layer: Layer) -> Layer:
     )
 
 
-def _layer(config: ModelConfig, weights: Weights, traits: Traits, prefix: str) -> Layer:
-    """The weights as they are read, fused and not packed."""
+def _layer(config: ModelConfig, weights: Weights, traits: Traits, split: Split, prefix: str) -> Layer:
+    """A rank's weights as they are read, fused and not packed."""
     hidden, middle, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
+    queries = _Cut(config.num_heads * dim, _features(split.heads, dim))
+    keys = _Cut(config.num_kv_heads * dim, _features(split.kv_heads, dim))
+    inner = _Cut(middle, split.middle)
 
-    def fused(names: tuple[str, ...], rows: int, columns: int, bias: bool) -> Linear:
-        weight = weights.stacked([f"{prefix}{name}.weight" for name in names], rows, columns)
-        return Linear(weight, weights.stacked([f"{prefix}{name}.bias" for name in names], rows) if bias else None)
+    def by_rows(cuts: Mapping[str, _Cut], bias: bool) -> Linear:
+        """Each rank computes some of the outputs."""
+        weight = [Piece(f"{prefix}{name}.weight", (cut.whole, hidden), rows=cut.kept) for name, cut in cuts.items()]
+        if not bias:
+            return Linear(weights.stacked(weight), None)
+        offsets = [Piece(f"{prefix}{name}.bias", (cut.whole,), rows=cut.kept) for name, cut in cuts.items()]
+        return Linear(weights.stacked(weight), weights.stacked(offsets))
 
-    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    def by_columns(name: str, cut: _Cut, bias: bool) -> Linear:
+        """Each rank computes a part of every sum; the bias is to be added once."""
+        weight = weights.stacked([Piece(f"{prefix}{name}.weight", (hidden, cut.whole), columns=cut.kept)])
+        return Linear(weight, weights.tensor(f"{prefix}{name}.bias", hidden) if bias and split.rank == 0 else None)
+
+    qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
     return Layer(
         attention_norm=weights.tensor(f"{prefix}input_layernorm.weight", hidden),
-        qkv=fused(qkv, q_rows + 2 * kv_rows, hidden, traits.qkv_bias),
-        qk_norm=_qk_norm(config, weights, prefix) if traits.qk_norm else None,
-        output=fused(("self_attn.o_proj",), hidden, q_rows, traits.output_bias),
+        qkv=by_rows(qkv, traits.qkv_bias),
+        qk_norm=_qk_norm(config, weights, split, prefix) if traits.qk_norm else None,
+        output=by_columns("self_attn.o_proj", queries, traits.output_bias),
         mlp_norm=weights.tensor(f"{prefix}post_attention_layernorm.weight", hidden),
-        gate_up=fused(("mlp.gate_proj", "mlp.up_proj"), 2 * middle, hidden, traits.mlp_bias),
-        down=fused(("mlp.down_proj",), hidden, middle, traits.mlp_bias),
+        gate_up=by_rows({"mlp.gate_proj": inner, "mlp.up_proj": inner}, traits.mlp_bias),
+        down=by_columns("mlp.down_proj", inner, traits.mlp_bias),
     )
 
 
-def _qk_norm(config: ModelConfig, weights: Weights, prefix: str) -> torch.Tensor:
+class _Cut(NamedTuple):
+    """What a rank keeps of an axis."""
+
+    whole: int
+    kept: range
+
+
+def _features(heads: range, dim: int) -> range:
+    return range(heads.start * dim, heads.stop * dim)
+
+
+def _qk_norm(config: ModelConfig, weights: Weights, split: Split, prefix: str) -> torch.Tensor:
     """One row a head, so that queries and keys are normalised in one pass."""
     query = weights.tensor(f"{prefix}self_attn.q_norm.weight", config.head_dim)
     key = weights.tensor(f"{prefix}self_attn.k_norm.weight", config.head_dim)
-    return torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))
+    return torch.cat((query.expand(len(split.heads), -1), key.expand(len(split.kv_heads), -1)))

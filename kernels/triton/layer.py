@@ -18,6 +18,13 @@ from baton.kernels.triton import gated_activation, paged_attention, rms_norm, ro
 class TritonKernels:
     """For tensors of a GPU; in Triton's interpreter, for those of the CPU."""
 
+    records = True
+
+    def fixed_plan(
+        self, pool_NLK2SD: torch.Tensor, bounds_B4: torch.Tensor, tables_BW: torch.Tensor, num_heads: int
+    ) -> paged_attention.AttentionPlan:
+        return paged_attention.fixed_plan(pool_NLK2SD, bounds_B4, tables_BW, num_heads)
+
     def plan_attention(
         self,
         pool_NLK2SD: torch.Tensor,

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine import runner as runner_module
+from baton.engine import part as part_module
 from baton.engine.graphs import DecodeGraphs, Run, buckets_up_to
 from baton.engine.layers import Batch
 from baton.engine.runner import Runner
@@ -38,7 +38,7 @@ def test_tokens_and_logprobs_equal_those_of_plain_torch(
 ) -> None:
     directory = tiny_model_dir(family, **overrides)
     plain = runner_for(directory, cpu_kernels="torch")
-    monkeypatch.setattr(runner_module, "kernels_for", lambda device, cpu: triton_kernels())
+    monkeypatch.setattr(part_module, "kernels_for", lambda device, cpu: triton_kernels())
     triton = runner_for(directory, cpu_kernels="torch", threads=2)
     assert type(triton._decoder.kernels).__name__ == "TritonKernels"  # type: ignore[union-attr]
     prompts = [random.Random(length).choices(range(320), k=length) for length in (1, 15, 40)]

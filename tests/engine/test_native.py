@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine import runner as runner_module
+from baton.engine import part as part_module
 from baton.engine.layers import Decoder
 from baton.engine.native import NativeDecoder
 from baton.engine.runner import Runner
@@ -87,7 +87,7 @@ def test_a_runner_without_a_compiler_computes_in_torch(
     tiny_model_dir: TinyModelDir, new_sequence: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(runner_module, "open_cpu", lambda directory, threads: None)
+        patch.setattr(part_module, "open_cpu", lambda directory, threads: None)
         runner = Runner(settings(tiny_model_dir("llama"), dtype="float32"))
     assert isinstance(runner._decoder, Decoder)
     sequence = new_sequence(range(20), temperature=0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import pytest
 import torch
 
 import baton
+from baton.engine.layers import refine_all, refine_few
 from baton.engine.models.config import UnsupportedModel
 from baton.engine.runner import Runner
-from baton.proto.messages import KvGeometry
-from baton.proto.settings import EngineSettings
+from baton.proto.messages import KvGeometry, Leg, Request, Role, Sampling
+from baton.proto.settings import EngineSettings, SchedulerSettings
 from baton.scheduler.plan import Chunk, Step, StepResult
+from baton.scheduler.scheduler import Scheduler, SchedulerConfig
+from baton.scheduler.sequence import Sequence
 
 TinyModelDir = Callable[..., Path]
 RANDOM = {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1, "presence_penalty": 0.3, "seed": 11}
@@ -214,3 +218,48 @@ def test_a_sliding_window_is_refused_unless_the_model_length_stays_inside(tiny_m
     with pytest.raises(UnsupportedModel, match="sliding_window 100 is shorter than max_model_len 512"):
         Runner(EngineSettings(model=directory, num_blocks=1))
     assert Runner(EngineSettings(model=directory, num_blocks=1, max_model_len=100)).description.max_model_len == 100
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_steps_launched_before_the_one_before_is_read_give_the_same_tokens(
+    tiny_model_dir: Callable[..., Path], runner_for: Callable[..., Runner], family: str
+) -> None:
+    runner = runner_for(tiny_model_dir(family))
+    outputs = []
+    for ahead in (False, True):
+        runner.kv.normal_(std=50.0, generator=torch.Generator().manual_seed(1))
+        settings = SchedulerSettings(max_num_batched_tokens=24, prefix_cache=False)
+        scheduler = Scheduler(SchedulerConfig(Role.COLOCATED, 13, 200, 16, settings, plans_ahead=ahead))
+        emitted: dict[str, list[int]] = {}
+        for i, length in enumerate((1, 9, 17, 40)):
+            sampling = Sampling(max_tokens=75, temperature=0.9 * (i % 2), seed=i, stop_token_ids=(5, 6, 7, 8) if i == 3 else ())
+            request = Request(str(i), tuple(range(length)), length, sampling, Leg.WHOLE)
+            assert isinstance(scheduler.add(request, 0.0), Sequence)
+            emitted[str(i)] = []
+        flights = deque()
+        preempted = 0
+        while scheduler.load().running + scheduler.load().waiting:
+            step = scheduler.plan(0.0)
+            preempted += len(step.preempted)
+            if step.chunks:
+                flights.append((step, runner.launch(step)))
+            if len(flights) > ahead or not step.chunks:
+                step, launched = flights.popleft()
+                for event in scheduler.commit(step, launched.read(), 0.0):
+                    emitted[event.sequence.sequence_id].append(event.token_id)
+        assert preempted
+        outputs.append(emitted)
+    assert outputs[0] == outputs[1]
+
+
+def test_refining_a_few_scores_finds_the_same_best_as_refining_all() -> None:
+    torch.manual_seed(3)
+    hidden, head = torch.randn(6, 64).bfloat16(), torch.randn(400, 64).bfloat16()
+    rounded = (hidden @ head.T).float()
+    near = rounded.amax(dim=1, keepdim=True) - 0.5
+    few, every = rounded.clone(), rounded.clone()
+    refine_few(few, near, hidden, head)
+    refine_all(every, near, hidden, head)
+    assert (every >= near).sum(1).max() <= 8
+    torch.testing.assert_close(few, every)
+    assert not torch.equal(few, rounded)
