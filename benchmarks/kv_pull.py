@@ -115,7 +115,7 @@ def measure(
 
     def raw(sources: tuple[int, ...], destinations: tuple[int, ...], crc: int) -> float:
         began = time.perf_counter()
-        handle = agent.read(link, np.array(sources, np.int32), np.array(destinations, np.int32))
+        handle = agent.read(link, np.array(sources, np.int32), np.array(destinations, np.int32), raw_pool.block_bytes)
         while handle is not None and not agent.finished(handle, link):
             pass
         return time.perf_counter() - began

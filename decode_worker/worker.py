@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 
 from baton.decode_worker.receiver import Receiver
 from baton.engine.leg import HandoffTimes
 from baton.engine.metrics import WorkerMetrics
 from baton.engine.vital import Failed
 from baton.engine.worker import ModelRunner, WorkerCore, new_incarnation
-from baton.kvtransfer.connector import KvPool, open_connector
+from baton.kvtransfer.connector import KvPool
+from baton.kvtransfer.sharded import open_sharded
 from baton.proto.messages import FailureKind, LegFailure, WorkerDescription
 from baton.proto.settings import WorkerSettings
 
@@ -24,11 +27,15 @@ class DecodeWorker:
 
     `failed` is told of a bug, in the step loop or beside it, after which the worker must not go on.
 
+    `lines` lead to the connectors of the worker's other ranks, if it has any.
+
     Raises ConnectorError from the constructor if the transport is not there.
     """
 
-    def __init__(self, settings: WorkerSettings, runner: ModelRunner, failed: Failed) -> None:
-        self._connector = open_connector(settings.transfer)
+    def __init__(
+        self, settings: WorkerSettings, runner: ModelRunner, failed: Failed, lines: Sequence[Connection] = ()
+    ) -> None:
+        self._connector = open_sharded(settings.transfer, lines, failed)
         self._connector.attach(KvPool(runner.kv, runner.geometry))
         incarnation, name = new_incarnation(), self._connector.name
         metrics = WorkerMetrics(settings, runner.description, incarnation, name)

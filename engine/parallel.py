@@ -145,6 +145,11 @@ class Ranks:
                 self._ready.notify_all()
 
 
+def open_ranks(settings: EngineSettings, start: StartRank, failed: Failed) -> Ranks | None:
+    """The ranks besides 0 that these settings ask for; None if there are none. Raises RankLost."""
+    return Ranks(settings, start, failed) if settings.tensor_parallel > 1 else None
+
+
 def follow(settings: EngineSettings, place: RankSettings, serve: Callable[[ModelPart, Connection], None]) -> None:
     """The life of a rank: joins rank 0, computes what it computes, and returns when rank 0 ends.
 

@@ -36,17 +36,24 @@ class TransportUnavailable(ConnectorError):
 
 @dataclass(frozen=True, slots=True)
 class KvPool:
-    """A worker's whole KV memory: one tensor [block, layer, kv_head, K/V, token, head_dim], contiguous.
+    """A rank's whole KV memory: one tensor [block, layer, kv_head, K/V, token, head_dim], contiguous.
 
-    The tensor must stay mapped until the connector is closed: a peer's read of unmapped memory can end the process.
+    `first_head`: of the model's KV heads the first that is in it; `geometry` is the whole model's. The tensor must stay
+    mapped until the connector is closed: a peer's read of unmapped memory can end the process.
     """
 
     tensor: torch.Tensor
     geometry: KvGeometry
+    first_head: int = 0
 
     @property
     def num_blocks(self) -> int:
         return self.tensor.shape[0]
+
+    @property
+    def heads(self) -> range:
+        """The KV heads that are here, counted over the whole model."""
+        return range(self.first_head, self.first_head + self.tensor.shape[2])
 
     @property
     def block_bytes(self) -> int:
@@ -62,7 +69,9 @@ class KvPool:
 class Pull:
     """A read of whole blocks: `source_blocks[i]` of the peer at `address` into our `destination_blocks[i]`.
 
-    `pull_id` is unique for the life of the connector. `checksum` is the source's crc over these blocks, 0 if unknown.
+    `pull_id` is unique for the life of the connector. `checksum` is the source's over these blocks, 0 if unknown.
+    `heads`: the KV heads to read, counted over the whole model; None reads all that our pool has. A checksum is then of
+    more than is read: it asks for the checksums of the heads that have landed, in the event.
     """
 
     pull_id: int
@@ -71,6 +80,7 @@ class Pull:
     source_blocks: tuple[int, ...]
     destination_blocks: tuple[int, ...]
     checksum: int = 0
+    heads: range | None = None
 
 
 class PullState(Enum):
@@ -86,6 +96,7 @@ class PullEvent:
     num_bytes: int = 0
     seconds: float = 0.0
     reason: str = ""
+    checksums: tuple[int, ...] = ()
 
 
 class Connector(Protocol):

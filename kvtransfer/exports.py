@@ -10,7 +10,7 @@ import itertools
 import threading
 
 from baton.kvtransfer.connector import ConnectorError, KvPool, Pull
-from baton.kvtransfer.layout import checksum
+from baton.kvtransfer.layout import checksum, head_checksums, joined
 
 _SAMPLE_EVERY = 16
 
@@ -31,7 +31,7 @@ class Exports:
             self._blocks[export_id] = self._blocks.get(export_id, ()) + block_ids
             call = next(self._calls)
         wanted = self._checksums == "always" or (self._checksums == "sampled" and call % _SAMPLE_EVERY == 0)
-        return checksum(pool.tensor, block_ids) if wanted else 0
+        return checksum(pool.tensor, block_ids, pool.first_head) if wanted else 0
 
     def release(self, export_id: str) -> bool:
         """False if there is no such export: release may race with the end of a peer."""
@@ -42,12 +42,19 @@ class Exports:
         return len(self._blocks)
 
 
-def verify_checksum(pool: KvPool, pull: Pull) -> None:
-    """Raises ConnectorError if what has landed is not what the source exported; a pull without checksum passes."""
+def verify_checksum(pool: KvPool, pull: Pull) -> tuple[int, ...]:
+    """Raises ConnectorError if what has landed is not what the source exported; a pull without checksum passes.
+
+    Of a pull of some heads it returns what it finds, for somebody who knows what has become of the others.
+    """
     if not pull.checksum:
-        return
-    landed = checksum(pool.tensor, pull.destination_blocks)
-    if landed != pull.checksum:
+        return ()
+    landed = head_checksums(pool.tensor, pull.destination_blocks, pool.first_head)
+    if pull.heads is not None:
+        return landed[pull.heads.start - pool.first_head : pull.heads.stop - pool.first_head]
+    if joined(landed) != pull.checksum:
         raise ConnectorError(
-            f"checksum {landed:#010x} over {len(pull.destination_blocks)} blocks, the source has {pull.checksum:#010x}"
+            f"checksum {joined(landed):#010x} over {len(pull.destination_blocks)} blocks, "
+            f"the source has {pull.checksum:#010x}"
         )
+    return ()

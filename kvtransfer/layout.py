@@ -1,10 +1,12 @@
 """Where KV lies in a pool, and which pieces of one pool belong to which pieces of another.
 
-Owns: the arithmetic of the pool layout (runs of blocks, heads over ranks, checksums of blocks).
+Owns: the arithmetic of the pool layout (runs of blocks, heads over ranks, heads of blocks, checksums).
 Refuses to know: transports, sequences, who asks.
 
     pool tensor, contiguous: [block][layer][kv_head][K,V][token][head_dim]
     rows(pool):              [block][word]            one row is one block, one contiguous piece of memory
+
+    heads of a block:        [layer][kv_head]        a piece is `unit` heads of one layer of one block
 
     destination   3  4  5  9        coalesce         Run(source=7, destination=3, length=2)
     source        7  8  2  3    ------------->       Run(source=2, destination=5, length=1)
@@ -13,14 +15,19 @@ Refuses to know: transports, sequences, who asks.
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+Blocks = npt.NDArray[np.int64]
+
 _WORD_BYTES = 8
+_MODULUS = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +98,74 @@ def head_map(prefill_tp: int, decode_tp: int, num_kv_heads: int) -> list[HeadSli
     return slices
 
 
+@dataclass(frozen=True, slots=True)
+class HeadCut:
+    """`num_heads` heads from `source_head` on of blocks of `source_heads`, into heads from `destination_head` on."""
+
+    source_heads: int
+    destination_heads: int
+    source_head: int
+    destination_head: int
+    num_heads: int
+
+    @classmethod
+    def of(cls, source: range, destination: range, wanted: range) -> HeadCut:
+        """The cut that moves the heads `wanted` between pools with these heads; raises ValueError if one lacks some."""
+        for side, heads in (("source", source), ("destination", destination)):
+            if not (wanted and wanted.start >= heads.start and wanted.stop <= heads.stop):
+                raise ValueError(f"KV heads {_span(wanted)} wanted, the {side} has {_span(heads)}")
+        return cls(
+            len(source), len(destination), wanted.start - source.start, wanted.start - destination.start, len(wanted)
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether blocks move as they are."""
+        return self.num_heads == self.source_heads == self.destination_heads
+
+    @property
+    def unit(self) -> int:
+        """The most heads of which both pools, and what moves, are whole multiples."""
+        places = (self.source_head, self.destination_head)
+        return math.gcd(self.source_heads, self.destination_heads, self.num_heads, *places)
+
+    def source_pieces(self, blocks: Blocks, num_layers: int) -> Blocks:
+        """The pieces to read, of a pool cut into pieces of `unit` heads: block after block, in the order given."""
+        return _pieces(blocks, num_layers, self.source_heads, self.source_head, self.num_heads, self.unit)
+
+    def destination_pieces(self, blocks: Blocks, num_layers: int) -> Blocks:
+        """Where these go."""
+        return _pieces(blocks, num_layers, self.destination_heads, self.destination_head, self.num_heads, self.unit)
+
+
+def _span(heads: range) -> str:
+    return f"[{heads.start}, {heads.stop})"
+
+
+def _pieces(blocks: Blocks, num_layers: int, heads: int, first: int, count: int, unit: int) -> Blocks:
+    layers = blocks[:, None] * num_layers + np.arange(num_layers, dtype=np.int64)
+    return (layers[:, :, None] * (heads // unit) + np.arange(first // unit, (first + count) // unit)).reshape(-1)
+
+
 def rows(tensor: torch.Tensor) -> torch.Tensor:
     """The pool as one row of int64 words a block (of bytes, where a block is no whole number of words); no copy.
 
     Raises ValueError if the tensor is not contiguous: a block would not be one piece of memory.
     """
+    return _as_words(tensor, 1)
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The same a head: [block][layer][kv_head][word]. Heads decide on words, however many of them are in a block."""
+    return _as_words(tensor, 3)
+
+
+def _as_words(tensor: torch.Tensor, num_axes: int) -> torch.Tensor:
     if not tensor.is_contiguous():
         raise ValueError(f"a KV pool must be contiguous, its strides are {tensor.stride()}")
-    block_bytes = tensor[0].numel() * tensor.element_size()
-    flat = tensor.view(tensor.shape[0], -1)
-    return flat.view(torch.uint8 if block_bytes % _WORD_BYTES else torch.int64)
+    flat = tensor.flatten(num_axes)
+    row_bytes = flat.shape[-1] * flat.element_size()
+    return flat.view(torch.uint8 if row_bytes % _WORD_BYTES else torch.int64)
 
 
 def copy_runs(source: torch.Tensor, destination: torch.Tensor, runs: Sequence[Run]) -> None:
@@ -119,16 +184,41 @@ def copy_runs(source: torch.Tensor, destination: torch.Tensor, runs: Sequence[Ru
             given.copy_(taken)
 
 
-def checksum(tensor: torch.Tensor, block_ids: Sequence[int]) -> int:
-    """crc32 of the vector of the blocks' int64 sums, in the order named: a swap of two blocks changes it.
+def copy_heads(
+    source: torch.Tensor,
+    destination: torch.Tensor,
+    source_blocks: Sequence[int],
+    destination_blocks: Sequence[int],
+    cut: HeadCut,
+) -> None:
+    """Copies some heads of blocks of one pool of this process into another."""
+    coalesce(source_blocks, destination_blocks)  # refuses what is ambiguous
+    taken = _words(source)[:, :, cut.source_head : cut.source_head + cut.num_heads]
+    given = _words(destination)[:, :, cut.destination_head : cut.destination_head + cut.num_heads]
+    given[list(destination_blocks)] = taken[list(source_blocks)]
 
-    The sums wrap. It catches blocks that are missing, stale or in the wrong place, not words swapped within a block.
+
+def head_checksums(tensor: torch.Tensor, block_ids: Sequence[int], first_head: int = 0) -> tuple[int, ...]:
+    """For each head of the pool the crc32 of its int64 sums over each of the blocks, times an odd number of its own.
+
+    The sums wrap. Blocks that are missing, stale or in the wrong place show, heads too; not words swapped within one.
     """
-    table = rows(tensor)
+    table = _words(tensor)
     if table.device.type == "cpu":
         words = table.numpy()
-        sums = np.fromiter((words[block].sum(dtype=np.int64) for block in block_ids), np.int64, len(block_ids))
+        parts = [words[block].sum(axis=(0, 2), dtype=np.int64) for block in block_ids]
+        sums = np.stack(parts, axis=1) if parts else np.zeros((tensor.shape[2], 0), np.int64)
     else:
         index = torch.tensor(list(block_ids), dtype=torch.int64, device=table.device)
-        sums = table[index].sum(dim=1, dtype=torch.int64).cpu().numpy()
-    return zlib.crc32(sums.tobytes())
+        sums = table[index].sum(dim=(1, 3), dtype=torch.int64).t().cpu().numpy()
+    return tuple(zlib.crc32(row.tobytes()) * (2 * head + 1) % _MODULUS for head, row in enumerate(sums, first_head))
+
+
+def checksum(tensor: torch.Tensor, block_ids: Sequence[int], first_head: int = 0) -> int:
+    """What `head_checksums` says, in one number: that of a model's heads is the same however they are split."""
+    return joined(head_checksums(tensor, block_ids, first_head))
+
+
+def joined(checksums: Iterable[int]) -> int:
+    """One number for those of several heads, in any order."""
+    return sum(checksums) % _MODULUS

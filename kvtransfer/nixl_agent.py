@@ -53,10 +53,11 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A loaded peer: its agent's name and the descriptor list of its pool, one entry a block."""
+    """A loaded peer: its agent's name, its pool, and the descriptor lists of that, by the bytes of an entry."""
 
     agent_name: str
-    blocks: int
+    place: PoolAddress
+    lists: dict[int, int]
 
 
 class NixlAgent:
@@ -80,7 +81,8 @@ class NixlAgent:
         except self._errors as error:
             raise TransportUnavailable(f"NIXL's UCX backend does not start: {error} ({_choice()})") from error
         self._registered: Any = None
-        self._own_blocks = 0
+        self._place: PoolAddress | None = None
+        self._own_lists: dict[int, int] = {}
 
     def register(self, pool: KvPool) -> PoolAddress:
         """Registers the pool; returns its address. The memory must stay mapped until `shutdown`."""
@@ -90,7 +92,8 @@ class NixlAgent:
         with self._translated(f"registering {pool.num_blocks} blocks of {pool.block_bytes} bytes"):
             self._registered = self._nixl.nixlRegDList(kind, [region])
             self._agent.registerMem(self._registered, [])
-            self._own_blocks = self._agent.prepXferDlist(self._nixl.NIXL_INIT_AGENT, kind, _strided(place), [])
+            self._own_lists[place.block_bytes] = self._own_list(place, place.block_bytes)
+            self._place = place
             return PoolAddress.of(pool, "nixl", self.name, self._agent.getLocalMD())
 
     def link(self, address: PoolAddress) -> Link:
@@ -99,29 +102,42 @@ class NixlAgent:
             loaded = self._agent.loadRemoteMD(address.metadata).decode()
         if loaded != address.name:
             raise AddressRefused(f"address of {address.name} carries the connection of {loaded}")
+        link = Link(loaded, address, {})
         try:
             with self._translated(f"describing {address.num_blocks} blocks of {address.name}"):
-                kind = self._memory_kind(address)
-                return Link(loaded, self._agent.prepXferDlist(loaded, kind, _strided(address), []))
+                self._list_of(link, address.block_bytes)
         except ConnectorError:
             self._agent.invalidateRemoteMD(loaded)
             raise
+        return link
 
     def unlink(self, link: Link) -> None:
         """Drops a peer, dead or alive. None of its reads may be under way."""
-        with suppress(*self._errors):
-            self._agent.releasedDlistH(link.blocks)
+        for blocks in link.lists.values():
+            with suppress(*self._errors):
+                self._agent.releasedDlistH(blocks)
         with suppress(*self._errors):
             self._agent.invalidateRemoteMD(link.agent_name)
 
-    def read(self, link: Link, source: Indices, destination: Indices) -> int | None:
-        """Posts a read of the peer's blocks `source[i]` into our `destination[i]`; consecutive ones are merged.
+    def read(self, link: Link, source: Indices, destination: Indices, piece_bytes: int) -> int | None:
+        """Posts a read of the peer's piece `source[i]` into our `destination[i]`; consecutive ones are merged.
 
+        Both pools count in pieces of `piece_bytes`: blocks, or equal parts of them where the two have other blocks.
         Returns a handle for `finished`, None if it has finished already. If it raises, nothing writes any more.
         """
-        with self._translated(f"reading {len(source)} blocks of {link.agent_name}"):
+        with self._translated(f"reading {len(source)} pieces of {link.agent_name}"):
+            if piece_bytes not in self._own_lists:
+                assert self._place is not None
+                self._own_lists[piece_bytes] = self._own_list(self._place, piece_bytes)
             handle: int = self._agent.makeXferReq(
-                self._nixl.NIXL_READ, self._own_blocks, destination, link.blocks, source, "", [], False
+                self._nixl.NIXL_READ,
+                self._own_lists[piece_bytes],
+                destination,
+                self._list_of(link, piece_bytes),
+                source,
+                "",
+                [],
+                False,
             )
             try:
                 under_way = self._agent.postXferReq(handle, "") == self._nixl.NIXL_IN_PROG
@@ -153,13 +169,26 @@ class NixlAgent:
             self.unlink(link)
         with suppress(*self._errors):
             if self._registered is not None:
-                self._agent.releasedDlistH(self._own_blocks)
+                for blocks in self._own_lists.values():
+                    self._agent.releasedDlistH(blocks)
                 self._agent.deregisterMem(self._registered, [])
         self._agent = None  # the last reference: the agent's own end closes its connections
 
     def _free(self, handle: int) -> None:
         with suppress(*self._errors):
             self._agent.releaseXferReq(handle)
+
+    def _own_list(self, place: PoolAddress, piece_bytes: int) -> int:
+        kind = self._memory_kind(place)
+        made: int = self._agent.prepXferDlist(self._nixl.NIXL_INIT_AGENT, kind, _strided(place, piece_bytes), [])
+        return made
+
+    def _list_of(self, link: Link, piece_bytes: int) -> int:
+        if piece_bytes not in link.lists:
+            row = _strided(link.place, piece_bytes)
+            kind = self._memory_kind(link.place)
+            link.lists[piece_bytes] = self._agent.prepXferDlist(link.agent_name, kind, row, [])
+        return link.lists[piece_bytes]
 
     def _memory_kind(self, address: PoolAddress) -> Any:
         return self._nixl.VRAM_SEG if address.on_gpu else self._nixl.DRAM_SEG
@@ -172,10 +201,10 @@ class NixlAgent:
             raise ConnectorError(f"{doing}: {error}") from error
 
 
-def _strided(address: PoolAddress) -> npt.NDArray[np.uint64]:
-    """All blocks of a pool in one row (base, length, device, stride, count): a dense list, whose neighbours merge."""
-    row = [address.base, address.block_bytes, address.device_index, address.block_bytes, address.num_blocks]
-    return np.array([row], np.uint64)
+def _strided(address: PoolAddress, piece_bytes: int) -> npt.NDArray[np.uint64]:
+    """All pieces of a pool in one row (base, length, device, stride, count): a dense list, whose neighbours merge."""
+    count = address.num_blocks * (address.block_bytes // piece_bytes)
+    return np.array([[address.base, piece_bytes, address.device_index, piece_bytes, count]], np.uint64)
 
 
 def _import_bindings(settings: TransferSettings) -> ModuleType:

@@ -33,10 +33,10 @@ class Outcomes:
                 raise ValueError(f"pull {pull_id} is already under way")
             self._started_at[pull_id] = time.monotonic()
 
-    def finished(self, pull_id: int, num_bytes: int) -> None:
+    def finished(self, pull_id: int, num_bytes: int, checksums: tuple[int, ...] = ()) -> None:
         """All bytes are there and nothing writes to them any more."""
         with self._lock:
-            self._decide(pull_id, PullState.FINISHED, num_bytes, "")
+            self._decide(pull_id, PullState.FINISHED, num_bytes, "", checksums)
             self._settle(pull_id)
 
     def failed(self, pull_id: int, reason: str, *, quiet: bool) -> None:
@@ -61,11 +61,13 @@ class Outcomes:
         """Pulls that have not settled."""
         return len(self._started_at)
 
-    def _decide(self, pull_id: int, state: PullState, num_bytes: int, reason: str) -> None:
+    def _decide(
+        self, pull_id: int, state: PullState, num_bytes: int, reason: str, checksums: tuple[int, ...] = ()
+    ) -> None:
         assert pull_id not in self._decided, f"pull {pull_id} decided twice"
         self._decided.add(pull_id)
         seconds = time.monotonic() - self._started_at[pull_id]
-        self._events.append(PullEvent(pull_id, state, num_bytes, seconds, reason))
+        self._events.append(PullEvent(pull_id, state, num_bytes, seconds, reason, checksums))
 
     def _settle(self, pull_id: int) -> None:
         seconds = time.monotonic() - self._started_at.pop(pull_id)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 
 from baton.engine.metrics import WorkerMetrics
 from baton.engine.vital import Failed, vital
 from baton.engine.worker import ModelRunner, WorkerCore, new_incarnation
-from baton.kvtransfer.connector import KvPool, open_connector
+from baton.kvtransfer.connector import KvPool
+from baton.kvtransfer.sharded import open_sharded
 from baton.prefill_worker.lender import Lender
 from baton.prefill_worker.service import HandoffService
 from baton.proto import worker_pb2_grpc
@@ -24,13 +27,17 @@ class PrefillWorker:
 
     `failed` is told of a bug, in the step loop or beside it, after which the worker must not go on.
 
+    `lines` lead to the connectors of the worker's other ranks, if it has any.
+
     Raises ConnectorError from the constructor if the transport is not there.
     """
 
-    def __init__(self, settings: WorkerSettings, runner: ModelRunner, failed: Failed) -> None:
+    def __init__(
+        self, settings: WorkerSettings, runner: ModelRunner, failed: Failed, lines: Sequence[Connection] = ()
+    ) -> None:
         self._settings = settings
         self._failed = failed
-        self._connector = open_connector(settings.transfer)
+        self._connector = open_sharded(settings.transfer, lines, failed)
         address = self._connector.attach(KvPool(runner.kv, runner.geometry))
         self._lender = Lender(
             settings.transfer.lease_s,

@@ -504,3 +504,73 @@ class LenderMessage(_message.Message):
     revoked: Revoked
     heartbeat: Heartbeat
     def __init__(self, hello: _Optional[_Union[LenderHello, _Mapping]] = ..., notice: _Optional[_Union[ChunkNotice, _Mapping]] = ..., validated: _Optional[_Union[Validated, _Mapping]] = ..., revoked: _Optional[_Union[Revoked, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class ExportPart(_message.Message):
+    __slots__ = ("number", "export_id", "block_ids")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    EXPORT_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    export_id: str
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, number: _Optional[int] = ..., export_id: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PullPart(_message.Message):
+    __slots__ = ("pull_id", "peer", "address", "source_blocks", "destination_blocks", "first_head", "num_heads", "checksum")
+    PULL_ID_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_HEAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    pull_id: int
+    peer: str
+    address: bytes
+    source_blocks: _containers.RepeatedScalarFieldContainer[int]
+    destination_blocks: _containers.RepeatedScalarFieldContainer[int]
+    first_head: int
+    num_heads: int
+    checksum: int
+    def __init__(self, pull_id: _Optional[int] = ..., peer: _Optional[str] = ..., address: _Optional[bytes] = ..., source_blocks: _Optional[_Iterable[int]] = ..., destination_blocks: _Optional[_Iterable[int]] = ..., first_head: _Optional[int] = ..., num_heads: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class ConnectorCommand(_message.Message):
+    __slots__ = ("export", "pull", "forget", "release", "close")
+    EXPORT_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
+    export: ExportPart
+    pull: PullPart
+    forget: str
+    release: str
+    close: bool
+    def __init__(self, export: _Optional[_Union[ExportPart, _Mapping]] = ..., pull: _Optional[_Union[PullPart, _Mapping]] = ..., forget: _Optional[str] = ..., release: _Optional[str] = ..., close: _Optional[bool] = ...) -> None: ...
+
+class PullPartEvent(_message.Message):
+    __slots__ = ("pull_id", "state", "num_bytes", "reason", "checksums")
+    PULL_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    pull_id: int
+    state: str
+    num_bytes: int
+    reason: str
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, pull_id: _Optional[int] = ..., state: _Optional[str] = ..., num_bytes: _Optional[int] = ..., reason: _Optional[str] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ConnectorReport(_message.Message):
+    __slots__ = ("address", "events", "exported", "checksum")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    EXPORTED_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    address: bytes
+    events: _containers.RepeatedCompositeFieldContainer[PullPartEvent]
+    exported: int
+    checksum: int
+    def __init__(self, address: _Optional[bytes] = ..., events: _Optional[_Iterable[_Union[PullPartEvent, _Mapping]]] = ..., exported: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...

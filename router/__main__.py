@@ -16,34 +16,59 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 
 import psutil
 
 from baton.engine.checkpoint import CheckpointError, resolve_model
+from baton.engine.models.config import UnsupportedModel, read_config
+from baton.engine.split import split
 from baton.proto.messages import Role
-from baton.proto.settings import WorkerSettings
-from baton.router.config import ClusterConfig
-from baton.router.fleet import FleetError, Worker, WorkerFactory, close_ray, open_ray, start_router
+from baton.proto.settings import RankSettings, WorkerSettings
+from baton.router.config import ClusterConfig, PoolConfig
+from baton.router.fleet import FleetError, StartRank, Worker, WorkerFactory, close_ray, open_ray, start_router
 from baton.router.keys import KeysError, read_keys
 
-# The launcher and the router hold these two functions and never call them. Their imports stand inside, so that torch,
-# 1.5 s and 200 MiB for each process, is loaded by workers alone.
+Failed = Callable[[BaseException], None]
+
+# The launcher and the router hold these functions and never call them. Their imports stand inside, so that torch, 1.5 s
+# and 200 MiB for each process, is loaded by workers alone.
 
 
-def prefill_worker(settings: WorkerSettings, failed: Callable[[BaseException], None]) -> Worker:
+def prefill_worker(settings: WorkerSettings, failed: Failed, start_rank: StartRank) -> Worker:
+    from baton.engine.parallel import open_ranks
     from baton.engine.runner import Runner
     from baton.prefill_worker.worker import PrefillWorker
 
-    return PrefillWorker(settings, Runner(settings.engine), failed)
+    ranks = open_ranks(settings.engine, partial(start_rank, further_rank, settings), failed)
+    return PrefillWorker(
+        settings, Runner(settings.engine, ranks), failed, ranks.side_lines if ranks is not None else ()
+    )
 
 
-def decode_worker(settings: WorkerSettings, failed: Callable[[BaseException], None]) -> Worker:
+def decode_worker(settings: WorkerSettings, failed: Failed, start_rank: StartRank) -> Worker:
     from baton.decode_worker.worker import DecodeWorker
+    from baton.engine.parallel import open_ranks
     from baton.engine.runner import Runner
 
-    return DecodeWorker(settings, Runner(settings.engine), failed)
+    ranks = open_ranks(settings.engine, partial(start_rank, further_rank, settings), failed)
+    return DecodeWorker(settings, Runner(settings.engine, ranks), failed, ranks.side_lines if ranks is not None else ())
+
+
+def further_rank(settings: WorkerSettings, place: RankSettings) -> None:
+    """What a process does that holds a part of a worker's model and of its KV, and is not rank 0."""
+    from baton.engine.parallel import follow
+    from baton.engine.part import ModelPart
+    from baton.kvtransfer.connector import KvPool, open_connector
+    from baton.kvtransfer.sharded import serve
+
+    def hand_off(part: ModelPart, line: Connection) -> None:
+        serve(line, open_connector(settings.transfer), KvPool(part.kv, part.geometry, part.first_kv_head))
+
+    follow(settings.engine, place, hand_off)
 
 
 FACTORIES: dict[Role, WorkerFactory] = {
@@ -77,7 +102,7 @@ def serve(config: ClusterConfig) -> int:
     print(f"starting {_described(config)}", flush=True)
     resources = {pool.resource: float(pool.size) for pool in config.pools if pool.resource}
     try:
-        own = open_ray(sum(pool.num_cpus * pool.size for pool in config.pools), resources)
+        own = open_ray(sum(pool.num_cpus * num_processes(pool) for pool in config.pools), resources)
     except FleetError as error:
         _complain(error)
         return 1
@@ -144,7 +169,13 @@ def check(config: ClusterConfig) -> Path:
         except KeysError as error:
             raise StartError(str(error)) from error
     model_dir = resolve_model(config.model)
-    needed = sum(pool.size * pool.engine.kv_cache_gib for pool in config.pools if pool.engine.device == "cpu")
+    for pool in config.pools:
+        if pool.engine.tensor_parallel > 1:
+            try:
+                split(read_config(model_dir), 0, pool.engine.tensor_parallel)
+            except UnsupportedModel as error:
+                raise StartError(f"metadata.baton.pools.{pool.name}.engine: {error}") from error
+    needed = sum(num_processes(pool) * pool.engine.kv_cache_gib for pool in config.pools if pool.engine.device == "cpu")
     available = psutil.virtual_memory().available / (1 << 30)
     if needed > available:
         raise StartError(
@@ -162,8 +193,7 @@ def with_absolute_paths(config: ClusterConfig) -> ClusterConfig:
 
 def sharing_cores(config: ClusterConfig) -> ClusterConfig:
     """The same cluster with the machine's cores shared out to workers that do not say how many threads they want."""
-    num_workers = sum(pool.size for pool in config.pools)
-    threads = max(1, len(os.sched_getaffinity(0)) // max(1, num_workers))
+    threads = max(1, len(os.sched_getaffinity(0)) // max(1, sum(map(num_processes, config.pools))))
     pools = tuple(
         pool if pool.engine.threads else replace(pool, engine=replace(pool.engine, threads=threads))
         for pool in config.pools
@@ -171,9 +201,20 @@ def sharing_cores(config: ClusterConfig) -> ClusterConfig:
     return replace(config, pools=pools)
 
 
+def num_processes(pool: PoolConfig) -> int:
+    """How many processes a pool has: one for each rank of each worker."""
+    return pool.size * pool.engine.tensor_parallel
+
+
 def _described(config: ClusterConfig) -> str:
-    pools = ", ".join(f"{pool.size} {pool.role.value} ({pool.engine.threads} threads)" for pool in config.pools)
+    pools = ", ".join(
+        f"{pool.size} {pool.role.value} ({_ranks(pool)}{pool.engine.threads} threads)" for pool in config.pools
+    )
     return f"{config.model}: {pools}, {config.transfer.connector}, {config.router.binding} binding"
+
+
+def _ranks(pool: PoolConfig) -> str:
+    return f"{pool.engine.tensor_parallel} ranks, each " if pool.engine.tensor_parallel > 1 else ""
 
 
 def _installed(package: str) -> bool:

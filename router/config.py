@@ -86,7 +86,9 @@ class RouterSettings:
 class PoolConfig:
     """Workers of one role that are all alike.
 
-    `resource`: a custom Ray resource of which each worker takes one, empty for none. The pool runs where it is offered.
+    `num_cpus`, `num_gpus`: what each rank of a worker takes; a worker has `engine.tensor_parallel` of them, all on one
+    machine. `resource`: a custom Ray resource of which each worker takes one, empty for none. The pool runs where it is
+    offered.
     """
 
     name: str
@@ -212,7 +214,7 @@ def _pool(name: str, section: Mapping[str, Any], engine: EngineSettings, schedul
 
 
 def _with_resources(pool: PoolConfig, data: object) -> PoolConfig:
-    """What one worker takes of its machine, in Ray's words: CPU, GPU, and 1 of at most one custom resource."""
+    """What a worker takes of its machine, in Ray's words: CPU and GPU for each rank, and 1 of at most one resource."""
     path = f"{_path(pool.name)}.resources"
     for key, value in as_section(data, path).items():
         amount = checked_number(value, float, f"{path}.{key}", 0)

@@ -1,7 +1,8 @@
 """The only file that calls Ray: which processes live, where, and under what name.
 
 Owns: the actors and placement groups of every pool, their restart and removal, and the actor that hosts the router.
-Refuses to know: requests and tokens. What a worker does is behind the factory that it is given.
+Refuses to know: requests and tokens. What a worker does is behind the factory that it is given. A worker whose model is
+split has an actor for each further rank: rank 0's process owns them, and Ray ends them with it.
 
     member:  STARTING --describe, link open--> READY --link lost--> LOST --Ray restarts the process--> STARTING ...
                                                  '--drain--> DRAINING
@@ -30,7 +31,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from baton.proto.messages import Role, WorkerDescription
-from baton.proto.settings import WorkerSettings
+from baton.proto.settings import RankSettings, WorkerSettings
 from baton.router.cluster import Member, WorkerState, WorkforceError
 from baton.router.config import ClusterConfig, PoolConfig
 from baton.router.link import WorkerLink
@@ -60,7 +61,10 @@ class Worker(Protocol):
     async def stop(self) -> None: ...
 
 
-WorkerFactory = Callable[[WorkerSettings, Callable[[BaseException], None]], Worker]
+RankMain = Callable[[WorkerSettings, RankSettings], None]
+"""The life of a further rank of a worker; returns when rank 0 has ended."""
+StartRank = Callable[[RankMain, WorkerSettings, RankSettings], None]
+WorkerFactory = Callable[[WorkerSettings, Callable[[BaseException], None], StartRank], Worker]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +92,55 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
 
+class RankHost:
+    """The Ray actor around a further rank of a worker; its process ends when the rank does."""
+
+    def __init__(self, run: RankMain, settings: WorkerSettings, place: RankSettings) -> None:
+        configure_logs(settings.observability, f"{settings.worker_id}/{place.rank}")
+        threading.Thread(target=self._run, args=(run, settings, place), name="rank").start()
+
+    def _run(self, run: RankMain, settings: WorkerSettings, place: RankSettings) -> None:
+        try:
+            run(settings, place)
+        except Exception:
+            log.exception("rank %d of %s has failed", place.rank, settings.worker_id)
+        logging.shutdown()
+        os._exit(0)
+
+
+class RankStarter:
+    """Starts further ranks of a worker in its own bundle; a `StartRank`. They end with the process that holds it."""
+
+    def __init__(self, bundle_index: int, num_cpus: float, num_gpus: float) -> None:
+        self._bundle_index = bundle_index
+        self._num_cpus = num_cpus
+        self._num_gpus = num_gpus
+        self._actors: list[Any] = []
+
+    def __call__(self, run: RankMain, settings: WorkerSettings, place: RankSettings) -> None:
+        group = ray.util.get_current_placement_group()
+        assert group is not None
+        actor = ray.remote(RankHost).options(
+            num_cpus=self._num_cpus,
+            num_gpus=self._num_gpus,
+            max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, self._bundle_index),
+        )
+        self._actors.append(actor.remote(run, settings, place))
+
+
 class WorkerHost:
     """The Ray actor around one worker. Its constructor brings the worker up; a restart by Ray does so again."""
 
-    def __init__(self, factory: WorkerFactory, settings: WorkerSettings) -> None:
+    def __init__(self, factory: WorkerFactory, settings: WorkerSettings, start_rank: RankStarter) -> None:
         configure_logs(settings.observability, settings.worker_id)
+        self._start_rank = start_rank  # kept: further ranks live as long as the handles in it
         self._thread = LoopThread("worker")
         self._outcome: WorkerDescription | StartFailure
         if not settings.host:
             settings = replace(settings, host=ray.util.get_node_ip_address())
         try:
-            self._worker = factory(settings, _end_process)
+            self._worker = factory(settings, _end_process, start_rank)
             self._outcome = self._thread.start(self._worker.start()).result(timeout=60)
         except Exception as error:
             log.exception("worker %s cannot start", settings.worker_id)
@@ -277,7 +319,9 @@ class Fleet:
         """Starts `count` workers in one placement group, spread over the machines; finds those that live already."""
         if not count:
             return
-        bundle = {"CPU": pool.num_cpus, "GPU": pool.num_gpus, pool.resource: 1.0 if pool.resource else 0.0}
+        ranks = pool.engine.tensor_parallel
+        bundle = {"CPU": pool.num_cpus * ranks, "GPU": pool.num_gpus * ranks}
+        bundle[pool.resource] = 1.0 if pool.resource else 0.0
         bundle = {name: amount for name, amount in bundle.items() if amount}
         group = await asyncio.to_thread(self._group, f"{self._namespace}-{pool.name}-{first}", [bundle] * count)
         for index in range(count):
@@ -307,7 +351,7 @@ class Fleet:
                 num_gpus=pool.num_gpus,
                 resources={pool.resource: 1.0} if pool.resource else None,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-            ).remote(self._factories[pool.role], settings)
+            ).remote(self._factories[pool.role], settings, RankStarter(index, pool.num_cpus, pool.num_gpus))
             post = Post(settings, pool, actor, group)
             self._posts[worker_id] = post
             post.keeper = asyncio.create_task(self._keep(post))

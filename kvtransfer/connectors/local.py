@@ -17,7 +17,7 @@ from collections import deque
 from baton.kvtransfer.address import PoolAddress
 from baton.kvtransfer.connector import ConnectorError, KvPool, Pull, PullEvent
 from baton.kvtransfer.exports import Exports, verify_checksum
-from baton.kvtransfer.layout import coalesce, copy_runs
+from baton.kvtransfer.layout import coalesce, copy_heads, copy_runs
 from baton.kvtransfer.outcomes import Outcomes
 from baton.proto.settings import TransferSettings
 
@@ -105,16 +105,16 @@ class LocalConnector:
                     return
                 pull = self._waiting.popleft()
             try:
-                num_bytes = self._copy(pull)
+                num_bytes, checksums = self._copy(pull)
             except (ConnectorError, ValueError) as error:
                 self._outcomes.failed(pull.pull_id, f"peer {pull.peer}: {error}", quiet=True)
             else:
-                self._outcomes.finished(pull.pull_id, num_bytes)
+                self._outcomes.finished(pull.pull_id, num_bytes, checksums)
 
-    def _copy(self, pull: Pull) -> int:
+    def _copy(self, pull: Pull) -> tuple[int, tuple[int, ...]]:
         mine = self._attached_pool()
         address = PoolAddress.decode(pull.address)
-        address.require_match(mine, self.name)
+        cut = address.require_match(mine, self.name, pull.heads)
         with self._wake:
             if self._peers.setdefault(pull.peer, pull.address) != pull.address:
                 raise ConnectorError("another address than before: an incarnation has one")
@@ -123,6 +123,10 @@ class LocalConnector:
             raise ConnectorError(f"{address.name} is not attached in process {os.getpid()}")
         address.require_blocks(pull.source_blocks)
         mine.require_blocks(pull.destination_blocks)
-        copy_runs(peer._pool.tensor, mine.tensor, coalesce(pull.source_blocks, pull.destination_blocks))
-        verify_checksum(mine, pull)
-        return len(pull.destination_blocks) * mine.block_bytes
+        source, destination = peer._pool.tensor, mine.tensor
+        if cut.is_whole:
+            copy_runs(source, destination, coalesce(pull.source_blocks, pull.destination_blocks))
+        else:
+            copy_heads(source, destination, pull.source_blocks, pull.destination_blocks, cut)
+        num_bytes = len(pull.destination_blocks) * mine.block_bytes * cut.num_heads // cut.destination_heads
+        return num_bytes, verify_checksum(mine, pull)

@@ -160,10 +160,11 @@ def _obey(command: Pull | _Attach | _Forget, reads: _Reads) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Blocks that one post reads."""
+    """What one post reads: blocks, or equal parts of blocks, of so many bytes each."""
 
     source: Indices
     destination: Indices
+    piece_bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -172,6 +173,7 @@ class _Read:
 
     pull: Pull
     pieces: deque[_Piece]
+    num_bytes: int
     num_posts: int = 0
     failed: bool = False
 
@@ -221,7 +223,8 @@ class _Reads:
             return
         if not peer.posts:
             peer.progressed_at = now
-        read = _Read(pull, pieces)
+        num_bytes = sum(len(piece.destination) * piece.piece_bytes for piece in pieces)
+        read = _Read(pull, pieces, num_bytes)
         peer.reads.append(read)
         self._end_if_over(peer, read)
 
@@ -265,7 +268,7 @@ class _Reads:
         peer = self._peers.get(pull.peer)
         if peer is None:
             place = PoolAddress.decode(pull.address)
-            place.require_match(self._pool, "nixl")
+            place.require_match(self._pool, "nixl", pull.heads)
             if others := [other.incarnation for other in self._peers.values() if other.place.name == place.name]:
                 raise ConnectorError(f"its address is that of peer {others[0]}")
             peer = _Peer(pull.peer, pull.address, place, self._agent.link(place), now)
@@ -280,15 +283,23 @@ class _Reads:
 
     def _cut(self, pull: Pull, peer: _Peer) -> deque[_Piece]:
         """The pull as pieces in ascending order of destination, so that consecutive blocks become one descriptor."""
-        assert self._pool is not None
+        pool = self._pool
+        assert pool is not None
+        cut = peer.place.require_match(pool, "nixl", pull.heads)
         peer.place.require_blocks(pull.source_blocks)
-        self._pool.require_blocks(pull.destination_blocks)
+        pool.require_blocks(pull.destination_blocks)
         runs = coalesce(pull.source_blocks, pull.destination_blocks)
-        source = [block for run in runs for block in range(run.source, run.source + run.length)]
-        destination = [block for run in runs for block in range(run.destination, run.destination + run.length)]
-        step = max(1, _POST_BYTES // self._pool.block_bytes)
+        source = np.array([run.source + i for run in runs for i in range(run.length)], np.int64)
+        destination = np.array([run.destination + i for run in runs for i in range(run.length)], np.int64)
+        piece_bytes = pool.block_bytes
+        if not cut.is_whole:
+            num_layers = pool.geometry.num_layers
+            source = cut.source_pieces(source, num_layers)
+            destination = cut.destination_pieces(destination, num_layers)
+            piece_bytes = pool.block_bytes // num_layers * cut.unit // cut.destination_heads
+        step = max(1, _POST_BYTES // piece_bytes)
         return deque(
-            _Piece(np.array(source[at : at + step], np.int32), np.array(destination[at : at + step], np.int32))
+            _Piece(source[at : at + step].astype(np.int32), destination[at : at + step].astype(np.int32), piece_bytes)
             for at in range(0, len(source), step)
         )
 
@@ -324,7 +335,7 @@ class _Reads:
             peer.progressed_at = now
         piece = read.pieces.popleft()
         try:
-            handle = self._agent.read(peer.link, piece.source, piece.destination)
+            handle = self._agent.read(peer.link, piece.source, piece.destination, piece.piece_bytes)
         except ConnectorError as error:
             self._give_up(peer, f"lost: {error}")
             return True
@@ -343,11 +354,11 @@ class _Reads:
             self._fail(read.pull, "", quiet=True)
             return
         try:
-            verify_checksum(self._pool, read.pull)
+            checksums = verify_checksum(self._pool, read.pull)
         except ConnectorError as error:
             self._fail(read.pull, str(error), quiet=True)
         else:
-            self._outcomes.finished(read.pull.pull_id, len(read.pull.destination_blocks) * self._pool.block_bytes)
+            self._outcomes.finished(read.pull.pull_id, read.num_bytes, checksums)
 
     def _give_up(self, peer: _Peer, reason: str) -> None:
         peer.lost = peer.lost or reason

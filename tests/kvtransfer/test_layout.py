@@ -3,12 +3,23 @@
 import itertools
 import zlib
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.kvtransfer.layout import checksum, coalesce, copy_runs, head_map, rows
+from baton.kvtransfer.layout import (
+    HeadCut,
+    checksum,
+    coalesce,
+    copy_heads,
+    copy_runs,
+    head_checksums,
+    head_map,
+    joined,
+    rows,
+)
 
 
 @st.composite
@@ -94,18 +105,71 @@ def test_ranks_and_heads_below_one_are_refused(numbers):
         head_map(*numbers)
 
 
+@st.composite
+def head_cuts(draw):
+    """Heads of two pools, and some that both have."""
+    first, last = sorted(draw(st.lists(st.integers(0, 12), min_size=2, max_size=2, unique=True)))
+    sides = [range(first - draw(st.integers(0, first)), last + draw(st.integers(0, 4))) for _ in range(2)]
+    return HeadCut.of(*sides, range(first, last)), *sides, range(first, last)
+
+
+@given(head_cuts(), st.lists(st.integers(0, 9), unique=True, max_size=5), st.integers(1, 3))
+def test_pieces_of_a_cut_are_its_heads_in_every_layer_of_every_block(case, blocks, num_layers):
+    cut, source, destination, heads = case
+    for side, pieces in ((source, cut.source_pieces), (destination, cut.destination_pieces)):
+        each = len(side) // cut.unit
+        covered = [
+            (piece // each // num_layers, piece // each % num_layers, side.start + piece % each * cut.unit + at)
+            for piece in pieces(np.array(blocks, np.int64), num_layers).tolist()
+            for at in range(cut.unit)
+        ]
+        assert covered == list(itertools.product(blocks, range(num_layers), heads))
+
+
+@given(head_cuts())
+def test_copied_heads_equal_a_copy_head_by_head(case):
+    cut, source, destination, heads = case
+    whole = torch.randn(4, 2, 16, 2, 3, 2)
+    taken = whole[:, :, source.start : source.stop].contiguous()
+    given_ = torch.zeros(3, 2, len(destination), 2, 3, 2)
+    expected = given_.clone()
+    for to, block in ((0, 3), (2, 1)):
+        for head in heads:
+            expected[to, :, head - destination.start] = whole[block, :, head]
+    copy_heads(taken, given_, [3, 1], [0, 2], cut)
+    assert torch.equal(given_, expected)
+
+
+@pytest.mark.parametrize("sides", [(range(2), range(1, 4)), (range(1, 4), range(2)), (range(2), range(2))])
+def test_a_cut_of_heads_that_one_side_lacks_is_refused(sides):
+    with pytest.raises(ValueError, match="KV heads"):
+        HeadCut.of(*sides, range(1, 3))
+
+
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 6), (torch.bfloat16, 4), (torch.bfloat16, 3)])
-def test_checksum_is_the_crc_of_the_blocks_sums(dtype, width):
-    pool = torch.randn(5, 2, width).to(dtype)
-    words = rows(pool).tolist()
-    sums = [sum(words[block]) for block in (3, 0, 4)]
-    wrapped = b"".join(((total + 2**63) % 2**64 - 2**63).to_bytes(8, "little", signed=True) for total in sums)
-    assert checksum(pool, [3, 0, 4]) == zlib.crc32(wrapped)
+def test_a_heads_checksum_is_the_crc_of_its_blocks_sums_times_an_odd_number(dtype, width):
+    pool = torch.randn(5, 2, 3, 2, 1, width).to(dtype)
+    words = pool.flatten(3).view(torch.int64 if pool[0, 0, 0].nbytes % 8 == 0 else torch.uint8).long()
+    for head, found in enumerate(head_checksums(pool, [3, 0, 4], first_head=7)):
+        sums = [sum(words[block, :, head].flatten().tolist()) for block in (3, 0, 4)]
+        wrapped = b"".join(((total + 2**63) % 2**64 - 2**63).to_bytes(8, "little", signed=True) for total in sums)
+        assert found == zlib.crc32(wrapped) * (2 * (7 + head) + 1) % 2**32
 
 
 def test_checksum_tells_blocks_in_another_order():
-    pool = torch.randn(5, 4)
+    pool = torch.randn(5, 1, 1, 2, 1, 4)
     assert checksum(pool, [1, 2]) != checksum(pool, [2, 1])
+
+
+def test_checksum_tells_heads_in_another_order():
+    pool = torch.randn(5, 1, 2, 2, 1, 4)
+    assert checksum(pool, [1, 2]) != checksum(pool.flip(2).contiguous(), [1, 2])
+
+
+def test_checksum_does_not_depend_on_how_heads_are_split():
+    pool = torch.randn(5, 2, 4, 2, 1, 4)
+    parts = [checksum(pool[:, :, at : at + 2].contiguous(), [1, 4], first_head=at) for at in (0, 2)]
+    assert joined(parts) == checksum(pool, [1, 4])
 
 
 def test_a_pool_with_gaps_is_refused():
