@@ -8,6 +8,7 @@ Owns: the order of start and stop, what a person reads meanwhile, the exit code.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -28,29 +30,28 @@ from baton.router.config import ClusterConfig
 from baton.router.fleet import FleetError, Worker, WorkerFactory, close_ray, open_ray, start_router
 from baton.router.keys import KeysError, read_keys
 
-# The launcher and the router hold these two functions and never call them. Their imports stand inside, so that torch,
-# 1.5 s and 200 MiB for each process, is loaded by workers alone.
+# The launcher and the router hold this function and never call it. Its imports stand inside, so that torch, 1.5 s and
+# 200 MiB for each process, is loaded by workers alone.
 
 
-def prefill_worker(settings: WorkerSettings, failed: Callable[[BaseException], None]) -> Worker:
+def worker(settings: WorkerSettings, failed: Callable[[BaseException], None]) -> Worker:
+    from baton.decode_worker.duty import DecodeDuty
+    from baton.engine import roles
     from baton.engine.runner import Runner
-    from baton.prefill_worker.worker import PrefillWorker
+    from baton.engine.worker import DutyFactory
+    from baton.kvtransfer.connector import KvPool, open_connector
+    from baton.prefill_worker.duty import PrefillDuty
 
-    return PrefillWorker(settings, Runner(settings.engine), failed)
+    runner, connector = Runner(settings.engine), open_connector(settings.transfer)
+    address = connector.attach(KvPool(runner.kv, runner.geometry))
+    lends = partial(PrefillDuty, connector=connector, address=address)
+    pulls = partial(DecodeDuty, connector=connector, pull_ids=itertools.count(1))
+    duties: dict[Role, DutyFactory] = {Role.PREFILL: lends, Role.DECODE: pulls, Role.COLOCATED: pulls}
+    return roles.Worker(settings, runner, connector, duties, failed)
 
 
-def decode_worker(settings: WorkerSettings, failed: Callable[[BaseException], None]) -> Worker:
-    from baton.decode_worker.worker import DecodeWorker
-    from baton.engine.runner import Runner
-
-    return DecodeWorker(settings, Runner(settings.engine), failed)
-
-
-FACTORIES: dict[Role, WorkerFactory] = {
-    Role.PREFILL: prefill_worker,
-    Role.DECODE: decode_worker,
-    Role.COLOCATED: decode_worker,
-}
+# Whatever it begins as, a process can take any role later.
+FACTORIES: dict[Role, WorkerFactory] = dict.fromkeys(Role, worker)
 
 
 GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))

@@ -6,15 +6,19 @@ For tests of the request's life with a model of the test's choice. Processes tha
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import grpc
 
-from baton.decode_worker.worker import DecodeWorker
+from baton.decode_worker.duty import DecodeDuty
+from baton.engine.roles import Worker
 from baton.engine.worker import ModelRunner
-from baton.prefill_worker.worker import PrefillWorker
+from baton.kvtransfer.connector import KvPool, open_connector
+from baton.prefill_worker.duty import PrefillDuty
 from baton.proto import cluster_pb2 as cluster
 from baton.proto import cluster_pb2_grpc, inference_pb2_grpc
 from baton.proto.messages import Role
@@ -31,7 +35,7 @@ from baton.router.tokenizer import Tokenizer
 class Seat:
     """A worker and the router's link to it; the `Member` that the status shows."""
 
-    worker: PrefillWorker | DecodeWorker
+    worker: Worker
     runner: ModelRunner
     link: WorkerLink
     state: WorkerState = WorkerState.READY
@@ -52,6 +56,15 @@ class Seat:
     @property
     def role(self) -> Role:
         return self.description.role
+
+
+def make_worker(settings: WorkerSettings, runner: ModelRunner, failed: Callable[[BaseException], None]) -> Worker:
+    """As `router.__main__` does it, which loads Ray."""
+    connector = open_connector(settings.transfer)
+    lends = partial(PrefillDuty, connector=connector, address=connector.attach(KvPool(runner.kv, runner.geometry)))
+    pulls = partial(DecodeDuty, connector=connector, pull_ids=itertools.count(1))
+    duties = {Role.PREFILL: lends, Role.DECODE: pulls, Role.COLOCATED: pulls}
+    return Worker(settings, runner, connector, duties, failed)
 
 
 @dataclass
@@ -114,8 +127,7 @@ class SmallCluster:
             model_name=self.router.model_name,
         )
         runner = self.make_runner()
-        make = PrefillWorker if role is Role.PREFILL else DecodeWorker
-        worker = make(settings, runner, self.failures.append)
+        worker = make_worker(settings, runner, self.failures.append)
         link = WorkerLink(await worker.start(), self.router.incarnation, silence_s=5.0)
         await link.open(self.router.reported, timeout_s=5.0)
         self.router.connect(link)
@@ -192,13 +204,14 @@ class SmallCluster:
                 f"{len(sequence.block_ids)} blocks"
                 for sequence in list(scheduler._sequences.values())
             ]
-            if isinstance(seat.worker, DecodeWorker):
+            duty = seat.worker.core.duty
+            if isinstance(duty, DecodeDuty):
                 lines += [
                     f"  hand-off {name} from {handoff.link.worker_id}: {vars(handoff.incoming)}"
-                    for name, handoff in seat.worker._receiver._handoffs.items()
+                    for name, handoff in duty.side._handoffs.items()
                 ]
-            elif isinstance(seat.worker, PrefillWorker):
-                lender = seat.worker._lender
+            elif isinstance(duty, PrefillDuty):
+                lender = duty.side
                 lines.append(
                     f"  leases {vars(lender._table)}, early {lender._early}, watchers {list(lender._watchers)}"
                 )
