@@ -27,7 +27,7 @@ from baton.engine.checkpoint import CheckpointError, resolve_model
 from baton.proto.messages import Role
 from baton.proto.settings import WorkerSettings
 from baton.router.config import ClusterConfig
-from baton.router.fleet import FleetError, Worker, WorkerFactory, close_ray, open_ray, start_router
+from baton.router.fleet import FleetError, RouterHandle, Worker, WorkerFactory, close_ray, open_ray, start_router
 from baton.router.keys import KeysError, read_keys
 
 # The launcher and the router hold this function and never call it. Its imports stand inside, so that torch, 1.5 s and
@@ -54,6 +54,7 @@ def worker(settings: WorkerSettings, failed: Callable[[BaseException], None]) ->
 FACTORIES: dict[Role, WorkerFactory] = dict.fromkeys(Role, worker)
 
 
+JOIN_S = 1.0
 GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 
 
@@ -94,8 +95,11 @@ def serve(config: ClusterConfig) -> int:
             f"ready  grpc {addresses.grpc}  http {addresses.http}  {time.monotonic() - began_s:.1f} s after start",
             flush=True,
         )
+        teller = threading.Thread(target=_tell_incidents, args=(router, stop), name="incidents", daemon=True)
+        teller.start()
         stop.wait()
         print("draining", flush=True)
+        teller.join(JOIN_S)
         drained = router.stop(config.router.drain_timeout_s)
         return 0 if drained else 1
     except FleetError as error:
@@ -106,6 +110,11 @@ def serve(config: ClusterConfig) -> int:
         if drained is None and not own:
             router.stop(0.0)
         close_ray()
+
+
+def _tell_incidents(router: RouterHandle, stop: threading.Event) -> None:
+    for line in router.incidents(stop):
+        print("baton:", line, file=sys.stderr, flush=True)
 
 
 def _stop_on_signals(stop: threading.Event | None = None) -> threading.Event:
