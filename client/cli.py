@@ -71,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_chat(commands)
     _add_status(commands)
+    _add_role(commands)
     _add_bench(commands)
     return parser
 
@@ -124,6 +125,22 @@ def _add_status(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print it as JSON, one line a look")
     _add_connection(parser)
     parser.set_defaults(command=_status)
+
+
+def _add_role(commands: Any) -> None:
+    parser = commands.add_parser("role", allow_abbrev=False, help="make a running worker one of another kind")
+    parser.add_argument("worker", help="its name, as baton status shows it")
+    parser.add_argument("role", choices=("prefill", "decode", "colocated"))
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        metavar="S",
+        help="for its running requests, which go on elsewhere after that (default: router.drain_timeout_s)",
+    )
+    parser.add_argument("--force", action="store_true", help="also if nothing could be served afterwards")
+    parser.add_argument("--json", action="store_true", help="print the times as JSON")
+    _add_connection(parser)
+    parser.set_defaults(command=_role)
 
 
 def _add_bench(commands: Any) -> None:
@@ -206,6 +223,10 @@ def _positive(text: str) -> float:
     if math.isinf(number):
         raise argparse.ArgumentTypeError(f"is {text!r}, must be a finite number above 0")
     return number
+
+
+def _seconds(text: str) -> float:
+    return 0.0 if text == "0" else _positive(text)
 
 
 def _rate(text: str) -> float:
@@ -317,6 +338,21 @@ def _show_status(status: cluster.ClusterStatus, options: argparse.Namespace, out
         _show(json.dumps(plain(status), separators=(",", ":")) + "\n")
     else:
         out.print(console.Status(status))
+
+
+def _role(options: argparse.Namespace) -> int:
+    with _client(options) as client:
+        done = client.set_role(options.worker, options.role, timeout_s=options.timeout, force=options.force)
+    if options.json:
+        times = {"worker": options.worker, "role": options.role, "drain_s": done.drain_s, "total_s": done.total_s}
+        _show(json.dumps({**times, "moved": done.moved}) + "\n")
+        return 0
+    moved = f", {console.counted(done.moved, 'leg')} moved" if done.moved else ""
+    _show(
+        f"{options.worker} is a {options.role} worker after {done.total_s:.2f} s, {done.drain_s:.2f} s of them "
+        f"draining{moved}\n"
+    )
+    return 0
 
 
 def _bench(options: argparse.Namespace) -> int:

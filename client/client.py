@@ -210,8 +210,17 @@ class Client:
         response: cluster.DrainResponse = self._call(self._cluster.Drain, request, timeout_s + _CALL_TIMEOUT_S)
         return response.moved
 
-    def set_role(self, worker_id: str, role: str) -> None:
-        self._call(self._cluster.SetRole, cluster.SetRoleRequest(worker_id=worker_id, role=role))
+    def set_role(
+        self, worker_id: str, role: str, *, timeout_s: float | None = None, force: bool = False
+    ) -> cluster.SetRoleResponse:
+        """Makes a running worker a `prefill`, `decode` or `colocated` one; returns when it serves as such.
+
+        `timeout_s`: for its running requests to end, before they go on elsewhere; by default the router's own. `force`:
+        also if nothing could be served afterwards.
+        """
+        request = cluster.SetRoleRequest(worker_id=worker_id, role=role, timeout_s=timeout_s, force=force)
+        response: cluster.SetRoleResponse = self._call(self._cluster.SetRole, request, None)
+        return response
 
     def scale(self, pool: str, size: int) -> int:
         """Asks for another number of workers; the size that the pool now has as its goal."""
@@ -329,8 +338,13 @@ class AsyncClient:
         response: cluster.DrainResponse = await self._call(self._cluster.Drain, request, timeout_s + _CALL_TIMEOUT_S)
         return response.moved
 
-    async def set_role(self, worker_id: str, role: str) -> None:
-        await self._call(self._cluster.SetRole, cluster.SetRoleRequest(worker_id=worker_id, role=role))
+    async def set_role(
+        self, worker_id: str, role: str, *, timeout_s: float | None = None, force: bool = False
+    ) -> cluster.SetRoleResponse:
+        """See `Client.set_role`."""
+        request = cluster.SetRoleRequest(worker_id=worker_id, role=role, timeout_s=timeout_s, force=force)
+        response: cluster.SetRoleResponse = await self._call(self._cluster.SetRole, request, None)
+        return response
 
     async def scale(self, pool: str, size: int) -> int:
         response: cluster.ScaleResponse = await self._call(

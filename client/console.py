@@ -179,7 +179,7 @@ def _workers(message: cluster.ClusterStatus, is_wide: bool) -> Table:
         name = pool.name if pool.name == pool.role else f"{pool.name} ({pool.role})"
         table.add_row(Text(f"{name} {ready}/{pool.size}", "bold"))
         for worker in pool.workers:
-            table.add_row(*_worker(worker, is_wide))
+            table.add_row(*_worker(worker, is_wide, pool.role))
     return table
 
 
@@ -197,9 +197,9 @@ def _router(message: cluster.ClusterStatus) -> Iterable[Text]:
     )
 
 
-def _worker(worker: cluster.WorkerStatus, is_wide: bool) -> list[RenderableType]:
+def _worker(worker: cluster.WorkerStatus, is_wide: bool, pool_role: str) -> list[RenderableType]:
     cells: list[RenderableType] = [
-        Text(f"  {worker.worker_id}"),
+        Text(f"  {worker.worker_id}" + (f" ({worker.role})" if worker.role not in ("", pool_role) else "")),
         Text(worker.state, _STATE_STYLES.get(worker.state, "")),
     ]
     load, pace = worker.load, worker.pace

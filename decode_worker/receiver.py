@@ -12,19 +12,18 @@ Refuses to know: blocks beyond the ids it was given, and what happens to a seque
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from baton.decode_worker.incoming import Incoming, ProtocolError, WantedPull
 from baton.decode_worker.peer import PeerLink
 from baton.engine.clock import Clock
+from baton.engine.duty import TransferCounters
 from baton.engine.leg import HandoffTimes
 from baton.engine.metrics import WorkerMetrics
 from baton.engine.vital import Failed, vital
-from baton.engine.worker import TransferCounters
 from baton.kvtransfer.connector import Connector, Pull, PullEvent, PullState
 from baton.proto import worker_pb2 as wire
 from baton.proto.messages import ChunkNotice, HandoffSource, KvGeometry, Leg
@@ -98,6 +97,7 @@ class Receiver:
         strip: LandingStrip,
         failed: Failed,
         metrics: WorkerMetrics,
+        pull_ids: Iterator[int],
     ) -> None:
         self._hello = wire.WatcherHello(worker_id=worker_id, incarnation=incarnation, geometry=geometry.to_wire())
         self._geometry = geometry
@@ -111,7 +111,7 @@ class Receiver:
         self._handoffs: dict[str, _Handoff] = {}
         self._by_source: dict[str, _Handoff] = {}
         self._links: dict[str, PeerLink] = {}
-        self._pull_numbers = itertools.count(1)
+        self._pull_ids = pull_ids
         self._pulls: dict[int, tuple[_Handoff, WantedPull]] = {}
         self._pulls_started = asyncio.Event()
         self._counts = _Counts()
@@ -175,6 +175,8 @@ class Receiver:
             task.cancel()
         for link in list(self._links.values()):
             await link.close()
+            self._connector.forget(link.incarnation)
+        self._links.clear()
 
     async def _poll(self) -> None:
         with vital(self._failed):
@@ -302,7 +304,7 @@ class Receiver:
         handoff.last_pull_s = now
         if handoff.first_pull_s is None:
             handoff.first_pull_s = now
-        number = next(self._pull_numbers)
+        number = next(self._pull_ids)
         self._pulls[number] = (handoff, wanted)
         self._pulls_started.set()
         self._connector.pull(

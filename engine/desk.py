@@ -106,7 +106,10 @@ class RouterDesk(worker_pb2_grpc.WorkerServicer):
         self._last_send_s = clock()
         self._step_loop: StepLoop | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._introducible = asyncio.Event()
+        self._introducible.set()
         self.draining = False
+        self.leaving = False  # the worker is about to change its role
 
     def open(self, step_loop: StepLoop) -> None:
         """Binds the desk to the two loops that it stands between; called on the event loop, before the first stream."""
@@ -123,6 +126,8 @@ class RouterDesk(worker_pb2_grpc.WorkerServicer):
         if hello is None or hello.WhichOneof("message") != "hello":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of a router must be hello")
             return
+        # What this worker is may be changing: a router is told when that is known.
+        await self._introducible.wait()
         link = RouterLink(hello.hello.router_incarnation)
         self._step_loop.call(lambda: self._links.append(link))
         reader = asyncio.create_task(self._read(requests, link))
@@ -158,6 +163,13 @@ class RouterDesk(worker_pb2_grpc.WorkerServicer):
         request, arrived_s = Request.from_wire(message), self._clock()
         self._step_loop.call(partial(self._submit, link, request, message.number, arrived_s))
 
+    def hold(self) -> None:
+        """Lets no router in until `admit`: none may hear of an incarnation that is just ending."""
+        self._introducible.clear()
+
+    def admit(self) -> None:
+        self._introducible.set()
+
     def close(self) -> None:
         """Ends every router's stream."""
         for link in list(self._links):
@@ -188,7 +200,7 @@ class RouterDesk(worker_pb2_grpc.WorkerServicer):
         link.last_submit = number
         if not link.open:
             return
-        if self.draining:
+        if self.takes_nothing:
             refusal: LegFailure | None = LegFailure(request.sequence_id, FailureKind.DRAINING, "the worker is draining")
         else:
             refusal = self._handler.submit(request, arrived_s)
@@ -223,6 +235,18 @@ class RouterDesk(worker_pb2_grpc.WorkerServicer):
         """The leg is over and has nothing more to say."""
         self._owners.pop(sequence_id, None)
 
+    def dismiss(self) -> None:
+        """Ends every router's stream and takes nothing more from it: it was opened to an incarnation that is over."""
+        assert self._event_loop is not None
+        for link in self._links:
+            link.open = False
+        self._last_load = None
+        self._event_loop.call_soon_threadsafe(_end, list(self._links))
+
+    @property
+    def takes_nothing(self) -> bool:
+        return self.draining or self.leaving
+
     @property
     def has_news(self) -> bool:
         """Whether something is queued for a router."""
@@ -250,3 +274,8 @@ class RouterDesk(worker_pb2_grpc.WorkerServicer):
 def _post(reports: list[tuple[RouterLink, WorkerReport]]) -> None:
     for link, report in reports:
         link.post(report)
+
+
+def _end(links: list[RouterLink]) -> None:
+    for link in links:
+        link.outbox.put_nowait(None)

@@ -71,6 +71,10 @@ class WorkerMetrics:
     def reported(self, load: LoadReport) -> None:
         self._load = load
 
+    def became(self, settings: WorkerSettings, incarnation: str) -> None:
+        """The worker has another role from now on."""
+        self._settings, self._incarnation = settings, incarnation
+
     # --- asked by a scrape ------------------------------------------------------------------------------------------
 
     def collect(self) -> Iterable[Metric]:

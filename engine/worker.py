@@ -1,7 +1,8 @@
 """What every worker is, whatever its role: a scheduler, a runner, a step loop, a desk for routers, a gRPC server.
 
 Owns: the wiring of these, the record of each leg (times, log-probabilities) and the worker's load report.
-Refuses to know: how KV moves. The role's `HandoffSide` is told what happens to sequences and does that part.
+Refuses to know: how KV moves. The role's `Duty` is told what happens to sequences and does that part; `engine.roles`
+decides when another takes its place.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Protocol
 
 import grpc
@@ -20,12 +22,15 @@ from baton import __version__
 from baton.engine.clock import Clock
 from baton.engine.description import ModelDescription
 from baton.engine.desk import RouterDesk
+from baton.engine.duty import Duty, TransferCounters
 from baton.engine.leg import HandoffTimes, LegRecord
 from baton.engine.loop import StepLoop, StepRunner
 from baton.engine.metrics import WorkerMetrics
-from baton.engine.tracing import open_leg_tracer
+from baton.engine.tracing import LegTracer, open_leg_tracer
 from baton.engine.vital import Failed
+from baton.proto import worker_pb2 as wire
 from baton.proto import worker_pb2_grpc
+from baton.proto.context import Context
 from baton.proto.messages import (
     FailureKind,
     KvGeometry,
@@ -61,22 +66,8 @@ KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 def new_incarnation() -> str:
-    """A name for one start of a worker's process, never used again."""
+    """A name for one life of a worker, never used again: from its process's start, or from a change of its role."""
     return secrets.token_hex(8)
-
-
-@dataclass(frozen=True, slots=True)
-class TransferCounters:
-    """What a hand-off side has counted since the start of the process; see worker.proto for each."""
-
-    prompt_tokens_transferred: int = 0
-    chunks_pulled: int = 0
-    chunks_pulled_early: int = 0
-    bytes_pulled: int = 0
-    pulls_failed: int = 0
-    validations_refused: int = 0
-    leases_expired: int = 0
-    unknown_completions: int = 0
 
 
 # The parts of a request that a worker runs, by its role. A prefill worker's sequences never grow, so none is ever set
@@ -102,61 +93,34 @@ class ModelRunner(StepRunner, Protocol):
     def description(self) -> ModelDescription: ...
 
 
-class HandoffSide(Protocol):
-    """The role's half of the hand-off. Every call comes on the step loop's thread."""
-
-    def accepted(self, sequence: Sequence) -> None:
-        """The scheduler has taken it in."""
-        ...
-
-    def preempted(self, sequence: Sequence) -> None:
-        """Its blocks may be written to as soon as this returns."""
-        ...
-
-    def reserved(self, sequence: Sequence) -> None:
-        """It holds blocks for its whole prompt, of which the first `num_computed_tokens` tokens have KV."""
-        ...
-
-    def progressed(self, sequence: Sequence, num_tokens: int) -> None:
-        """A prefill leg has KV for tokens [0, num_tokens)."""
-        ...
-
-    def exported(self, sequence: Sequence, next_token: int) -> None:
-        """A prefill leg is computed and `next_token` sampled: all of its KV may be lent."""
-        ...
-
-    def ended(self, sequence: Sequence) -> None:
-        """It has finished, or was aborted: it lends and receives nothing any more."""
-        ...
-
-    def counters(self) -> TransferCounters: ...
+DutyFactory = Callable[["WorkerCore", str], Duty]
+"""Makes the duty of one incarnation, which it is told the name of."""
 
 
 class WorkerCore:
-    """The part that prefill and decode workers share; a `LegHandler` for the desk and a `StepListener` for the loop.
+    """The part that lasts, whatever the role; a `LegHandler` for the desk and a `StepListener` for the loop.
 
-    `failed` is told of a bug in the step loop or beside it: the process cannot go on.
+    `make_duty` makes that of `settings.role`. `failed` is told of a bug in the step loop or beside it: the process
+    cannot go on.
     """
 
     def __init__(
         self,
         settings: WorkerSettings,
         runner: ModelRunner,
-        side: HandoffSide,
-        incarnation: str,
+        make_duty: DutyFactory,
         connector_name: str,
         clock: Clock,
         failed: Failed,
-        metrics: WorkerMetrics,
     ) -> None:
         self.settings = settings
         self.runner = runner
-        self.incarnation = incarnation
+        self.incarnation = new_incarnation()
         self.clock = clock
-        self._side = side
+        self.failed = failed
+        self.metrics = WorkerMetrics(settings, runner.description, self.incarnation, connector_name)
         self._connector_name = connector_name
-        self._metrics = metrics
-        self._endpoint = Endpoint(metrics) if settings.observability.worker_metrics else None
+        self._endpoint = Endpoint(self.metrics) if settings.observability.worker_metrics else None
         self.scheduler = Scheduler(
             SchedulerConfig(
                 role=settings.role,
@@ -170,22 +134,25 @@ class WorkerCore:
         self.loop = StepLoop(self.scheduler, runner, self, clock, failed, settings.idle_report_s)
         self.desk = RouterDesk(self.describe, self, clock, failed)
         self._legs: dict[str, LegRecord] = {}
-        self._tracer = open_leg_tracer(settings, incarnation, connector_name)
+        self._tracer = open_leg_tracer(settings, self.incarnation, connector_name)
         self._report_number = 0
         self._next_idle_report_s = 0.0
         self._server: grpc.aio.Server | None = None
         self._beat: asyncio.Task[None] | None = None
         self._address = ""
         self._metrics_address = ""
+        self._tell_rest: Callable[[], object] | None = None
+        self._moved_before = TransferCounters()  # by former duties
+        self.duty = make_duty(self, self.incarnation)
+        self._side = self.duty.side
 
     # --- event loop -----------------------------------------------------------------------------------------------
 
-    async def start(self, register: Iterable[Callable[[grpc.aio.Server], None]] = ()) -> WorkerDescription:
-        """Opens the gRPC port, with the role's own services beside the desk, and starts the step loop."""
+    async def start(self) -> WorkerDescription:
+        """Opens the gRPC port, for routers and for those who read KV here, and starts the step loop."""
         server = grpc.aio.server(options=KEEPALIVE_OPTIONS)
         worker_pb2_grpc.add_WorkerServicer_to_server(self.desk, server)
-        for add_service in register:
-            add_service(server)
+        worker_pb2_grpc.add_HandoffServicer_to_server(LendingDoor(self), server)
         host = self.settings.host
         shown = f"[{host}]" if ":" in host else host
         port = server.add_insecure_port(f"{shown}:0")
@@ -195,11 +162,13 @@ class WorkerCore:
             self._metrics_address = self._endpoint.open(host)
         self.desk.open(self.loop)
         self._beat = asyncio.create_task(self.desk.beat(self.settings.idle_report_s))
+        self.duty.open()
         self.loop.start()
         return self.describe()
 
     async def stop(self, grace_s: float = 0.1) -> None:
         """Closes the port and ends the step loop; the streams of routers end."""
+        await self.duty.close()
         if self._beat is not None:
             self._beat.cancel()
         self.desk.close()
@@ -296,8 +265,8 @@ class WorkerCore:
             self.scheduler.settle(sequence_id)
             return
         self._legs[sequence_id].handoff = times
-        self._metrics.staged("handoff_wait", times.wait_s)
-        self._metrics.staged("handoff_transfer", times.transfer_s)
+        self.metrics.staged("handoff_wait", times.wait_s)
+        self.metrics.staged("handoff_transfer", times.transfer_s)
         if sequence.finish_reason is not None:
             self._emit(Emitted(sequence, next_token, sequence.finish_reason), None, landed_s)
 
@@ -311,7 +280,7 @@ class WorkerCore:
     def load(self) -> LoadReport:
         self._report_number += 1
         load, counters = self.scheduler.load(), self.scheduler.counters
-        moved = self._side.counters()
+        moved = self._moved_before + self._side.counters()
         report = LoadReport(
             worker_id=self.settings.worker_id,
             incarnation=self.incarnation,
@@ -330,7 +299,7 @@ class WorkerCore:
             lent_blocks=load.lent_blocks,
             quarantined_blocks=load.quarantined_blocks,
             step_s=self.loop.step_s,
-            draining=self.desk.draining,
+            draining=self.desk.takes_nothing,
             counters=WorkerCounters(
                 prompt_tokens_computed=counters.prompt_tokens_computed,
                 prompt_tokens_cached=counters.prompt_tokens_cached,
@@ -354,8 +323,35 @@ class WorkerCore:
                 prefix_hits=counters.prefix_hits,
             ),
         )
-        self._metrics.reported(report)
+        self.metrics.reported(report)
         return report
+
+    # --- step loop: a change of role ------------------------------------------------------------------------------
+
+    def when_at_rest(self, tell: Callable[[], object]) -> None:
+        """Has `tell` called, once, when no sequence is here and nobody may write to a block of the pool."""
+        self._tell_rest = tell
+
+    def fail_all(self, kind: FailureKind, message: str) -> int:
+        """Ends every leg and tells its router why; returns how many there were."""
+        sequence_ids = list(self._legs)
+        for sequence_id in sequence_ids:
+            self.fail(LegFailure(sequence_id, kind, message))
+        return len(sequence_ids)
+
+    def assume(self, role: Role, incarnation: str, duty: Duty) -> LegTracer | None:
+        """Begins another incarnation, in another role, of a worker at rest. Returns the former's tracer, to be closed.
+
+        The blocks keep their content and their names: KV is the same, whatever the role of the worker that has it.
+        """
+        self.scheduler.set_role(role)
+        self._moved_before += self._side.counters()
+        self.settings = replace(self.settings, role=role)
+        self.incarnation, self.duty, self._side = incarnation, duty, duty.side
+        self.metrics.became(self.settings, incarnation)
+        former, self._tracer = self._tracer, open_leg_tracer(self.settings, incarnation, self._connector_name)
+        self.desk.dismiss()
+        return former
 
     # --- step loop: what became of a step -------------------------------------------------------------------------
 
@@ -369,9 +365,12 @@ class WorkerCore:
         if now >= self._next_idle_report_s or self.desk.has_news:
             self._next_idle_report_s = now + self.settings.idle_report_s
             self.desk.flush(now)
+        if self._tell_rest is not None and self.scheduler.is_empty:
+            self._tell_rest()
+            self._tell_rest = None
 
     def committed(self, step: Step, result: StepResult, events: list[Emitted | Progressed], now: float) -> None:
-        self._metrics.stepped(step.num_tokens, self.loop.last_step_s)
+        self.metrics.stepped(step.num_tokens, self.loop.last_step_s)
         logprobs: dict[str, Logprobs] = {}
         for index, entry in result.logprobs.items():
             sequence = step.chunks[index].sequence
@@ -428,12 +427,12 @@ class WorkerCore:
     def _tell_stages(self, leg: Leg, times: StageTimes, first: bool, ended: bool) -> None:
         """Counts a stage when it is over: a leg whose router has found a stop string is aborted and tells no more."""
         if first and leg is Leg.DECODE:
-            self._metrics.staged("decode_admission", times.decode_admission)
+            self.metrics.staged("decode_admission", times.decode_admission)
         elif first:
-            self._metrics.staged("prefill_queue", times.prefill_queue)
-            self._metrics.staged("prefill_compute", times.prefill_compute)
+            self.metrics.staged("prefill_queue", times.prefill_queue)
+            self.metrics.staged("prefill_compute", times.prefill_compute)
         if ended and leg is not Leg.PREFILL:
-            self._metrics.staged("decode", times.decode)
+            self.metrics.staged("decode", times.decode)
 
     def _summary(self, sequence: Sequence, record: LegRecord, now: float) -> LegSummary:
         assert record.first_token_s is not None
@@ -463,6 +462,25 @@ class WorkerCore:
             preemptions=sequence.num_preemptions,
             connector=self._connector_name if sequence.request.leg is Leg.DECODE else "",
         )
+
+
+class LendingDoor(worker_pb2_grpc.HandoffServicer):
+    """Shows those who want to read KV to whatever duty the worker has at the moment."""
+
+    def __init__(self, core: WorkerCore) -> None:
+        self._core = core
+
+    async def Watch(
+        self, requests: AsyncIterator[wire.WatcherMessage], context: Context
+    ) -> AsyncIterator[wire.LenderMessage]:
+        lending, settings = self._core.duty.lending, self._core.settings
+        if lending is None:
+            message = f"{settings.worker_id} is a {settings.role} worker ({self._core.incarnation}) and lends nothing"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, message)
+            return
+        async with aclosing(lending.Watch(requests, context)) as messages:
+            async for message in messages:
+                yield message
 
 
 def _plans_ahead(settings: WorkerSettings) -> bool:

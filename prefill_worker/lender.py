@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from baton.engine.clock import Clock
-from baton.engine.worker import TransferCounters
+from baton.engine.duty import TransferCounters
 from baton.kvtransfer.connector import Connector
 from baton.kvtransfer.lease import LeaseTable, LeaseTaken, UnknownLease
 from baton.proto import worker_pb2 as wire

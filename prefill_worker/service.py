@@ -53,6 +53,14 @@ class HandoffService(worker_pb2_grpc.HandoffServicer):
         self._clock = clock
         self._failed = failed
         self._stream_numbers = itertools.count(1)
+        self._links: set[WatcherLink] = set()
+        self._closed = False
+
+    def close(self) -> None:
+        """Ends every stream, after what is queued for it, and opens no more."""
+        self._closed = True
+        for link in self._links:
+            link.outbox.put_nowait(None)
 
     async def Watch(
         self, requests: AsyncIterator[wire.WatcherMessage], context: Context
@@ -68,8 +76,11 @@ class HandoffService(worker_pb2_grpc.HandoffServicer):
         if hello.refused:
             log.error("refused %s: %s", first.hello.worker_id, hello.refused)
             return
+        if self._closed:
+            return
         name = f"{first.hello.worker_id}/{first.hello.incarnation}/{next(self._stream_numbers)}"
         link = WatcherLink(name, self._clock())
+        self._links.add(link)
         self._lender.open_watcher(link)
         reader = asyncio.create_task(self._read(requests, link))
         try:
@@ -87,6 +98,7 @@ class HandoffService(worker_pb2_grpc.HandoffServicer):
                 yield message
         finally:
             reader.cancel()
+            self._links.discard(link)
             self._lender.close_watcher(link)
 
     async def _read(self, requests: AsyncIterator[wire.WatcherMessage], link: WatcherLink) -> None:

@@ -183,16 +183,26 @@ class DrainResponse(_message.Message):
     def __init__(self, moved: _Optional[int] = ...) -> None: ...
 
 class SetRoleRequest(_message.Message):
-    __slots__ = ("worker_id", "role")
+    __slots__ = ("worker_id", "role", "timeout_s", "force")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
+    timeout_s: float
+    force: bool
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., timeout_s: _Optional[float] = ..., force: _Optional[bool] = ...) -> None: ...
 
 class SetRoleResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("drain_s", "total_s", "moved")
+    DRAIN_S_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_S_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    drain_s: float
+    total_s: float
+    moved: int
+    def __init__(self, drain_s: _Optional[float] = ..., total_s: _Optional[float] = ..., moved: _Optional[int] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
     __slots__ = ("pool", "size")

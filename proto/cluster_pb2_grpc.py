@@ -84,7 +84,8 @@ class ClusterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetRole(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Gives a worker another role; its process, model and KV pool stay. Returns when it serves in the new role.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

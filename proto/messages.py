@@ -516,6 +516,26 @@ class WorkerDescription:
 
 
 @dataclass(frozen=True, slots=True)
+class RoleChange:
+    """A worker serves in the role that it was asked to take.
+
+    `drain_s`: until it was at rest. `num_moved`: legs that did not end in that time, and failed. Both are 0 if it had
+    the role already.
+    """
+
+    description: WorkerDescription
+    drain_s: float
+    num_moved: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoleKept:
+    """A worker could not change its role, and serves as before. The reason is for a person."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class KvGeometry:
     """What two workers' KV must agree on before a byte moves between them: all but `tp_size`, the number of ranks that
     its heads are split over.

@@ -8,6 +8,7 @@ Owns: the order of start and stop, what a person reads meanwhile, the exit code.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import signal
 import socket
@@ -29,7 +30,16 @@ from baton.engine.split import split
 from baton.proto.messages import Role
 from baton.proto.settings import RankSettings, WorkerSettings
 from baton.router.config import ClusterConfig, PoolConfig
-from baton.router.fleet import FleetError, StartRank, Worker, WorkerFactory, close_ray, open_ray, start_router
+from baton.router.fleet import (
+    FleetError,
+    RouterHandle,
+    StartRank,
+    Worker,
+    WorkerFactory,
+    close_ray,
+    open_ray,
+    start_router,
+)
 from baton.router.keys import KeysError, read_keys
 
 Failed = Callable[[BaseException], None]
@@ -38,24 +48,24 @@ Failed = Callable[[BaseException], None]
 # and 200 MiB for each process, is loaded by workers alone.
 
 
-def prefill_worker(settings: WorkerSettings, failed: Failed, start_rank: StartRank) -> Worker:
+def worker(settings: WorkerSettings, failed: Failed, start_rank: StartRank) -> Worker:
+    from baton.decode_worker.duty import DecodeDuty
+    from baton.engine import roles
     from baton.engine.parallel import open_ranks
     from baton.engine.runner import Runner
-    from baton.prefill_worker.worker import PrefillWorker
+    from baton.engine.worker import DutyFactory
+    from baton.kvtransfer.connector import KvPool
+    from baton.kvtransfer.sharded import open_sharded
+    from baton.prefill_worker.duty import PrefillDuty
 
     ranks = open_ranks(settings.engine, partial(start_rank, further_rank, settings), failed)
-    return PrefillWorker(
-        settings, Runner(settings.engine, ranks), failed, ranks.side_lines if ranks is not None else ()
-    )
-
-
-def decode_worker(settings: WorkerSettings, failed: Failed, start_rank: StartRank) -> Worker:
-    from baton.decode_worker.worker import DecodeWorker
-    from baton.engine.parallel import open_ranks
-    from baton.engine.runner import Runner
-
-    ranks = open_ranks(settings.engine, partial(start_rank, further_rank, settings), failed)
-    return DecodeWorker(settings, Runner(settings.engine, ranks), failed, ranks.side_lines if ranks is not None else ())
+    runner = Runner(settings.engine, ranks)
+    connector = open_sharded(settings.transfer, ranks.side_lines if ranks is not None else (), failed)
+    address = connector.attach(KvPool(runner.kv, runner.geometry))
+    lends = partial(PrefillDuty, connector=connector, address=address)
+    pulls = partial(DecodeDuty, connector=connector, pull_ids=itertools.count(1))
+    duties: dict[Role, DutyFactory] = {Role.PREFILL: lends, Role.DECODE: pulls, Role.COLOCATED: pulls}
+    return roles.Worker(settings, runner, connector, duties, failed)
 
 
 def further_rank(settings: WorkerSettings, place: RankSettings) -> None:
@@ -71,13 +81,11 @@ def further_rank(settings: WorkerSettings, place: RankSettings) -> None:
     follow(settings.engine, place, hand_off)
 
 
-FACTORIES: dict[Role, WorkerFactory] = {
-    Role.PREFILL: prefill_worker,
-    Role.DECODE: decode_worker,
-    Role.COLOCATED: decode_worker,
-}
+# Whatever it begins as, a process can take any role later.
+FACTORIES: dict[Role, WorkerFactory] = dict.fromkeys(Role, worker)
 
 
+JOIN_S = 1.0
 GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 
 
@@ -118,8 +126,11 @@ def serve(config: ClusterConfig) -> int:
             f"ready  grpc {addresses.grpc}  http {addresses.http}  {time.monotonic() - began_s:.1f} s after start",
             flush=True,
         )
+        teller = threading.Thread(target=_tell_incidents, args=(router, stop), name="incidents", daemon=True)
+        teller.start()
         stop.wait()
         print("draining", flush=True)
+        teller.join(JOIN_S)
         drained = router.stop(config.router.drain_timeout_s)
         return 0 if drained else 1
     except FleetError as error:
@@ -130,6 +141,11 @@ def serve(config: ClusterConfig) -> int:
         if drained is None and not own:
             router.stop(0.0)
         close_ray()
+
+
+def _tell_incidents(router: RouterHandle, stop: threading.Event) -> None:
+    for line in router.incidents(stop):
+        print("baton:", line, file=sys.stderr, flush=True)
 
 
 def _stop_on_signals(stop: threading.Event | None = None) -> threading.Event:

@@ -22,7 +22,7 @@ from baton import __version__
 from baton.proto import cluster_pb2 as cluster
 from baton.proto import cluster_pb2_grpc
 from baton.proto.context import Context
-from baton.proto.messages import Role, WorkerDescription
+from baton.proto.messages import Role, RoleChange, WorkerDescription
 from baton.router.admission import FieldViolation
 from baton.router.placement import WorkerView
 from baton.router.router import Router
@@ -64,12 +64,18 @@ class WorkforceError(Exception):
 class Workforce(Protocol):
     """What the service asks of the fleet.
 
-    `drain` and `scale` raise KeyError for a name that does not exist, WorkforceError for what cannot be done.
+    All changes raise KeyError for a name that does not exist, WorkforceError for what cannot be done. Those of one
+    worker are made one after the other.
     """
 
     def members(self) -> list[Member]: ...
 
     async def drain(self, worker_id: str, timeout_s: float) -> int: ...
+
+    async def set_role(self, worker_id: str, role: Role, timeout_s: float | None, force: bool) -> RoleChange:
+        """Returns when the worker serves in its role, drained before or not. `timeout_s`: for its running legs; None is
+        the router's `drain_timeout_s`. `force`: also if nothing could be served afterwards."""
+        ...
 
     async def scale(self, pool: str, size: int) -> None: ...
 
@@ -84,9 +90,12 @@ class Picture:
     def take(self) -> cluster.ClusterStatus:
         now = time.monotonic()
         views = {view.worker_id: view for view in self._router.book.views(now)}
+        # A pool keeps its role, whatever becomes of its workers.
+        roles = {pool.name: pool.role for pool in self._router.config.pools}
         pools: dict[str, cluster.PoolStatus] = {}
         for member in self._workforce.members():
-            pool = pools.setdefault(member.pool, cluster.PoolStatus(name=member.pool, role=member.role.value))
+            role = roles.get(member.pool, member.role)
+            pool = pools.setdefault(member.pool, cluster.PoolStatus(name=member.pool, role=role.value))
             pool.size += 1
             pool.workers.append(self._worker(member, views.get(member.worker_id)))
         return cluster.ClusterStatus(
@@ -173,11 +182,20 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         return cluster.DrainResponse(moved=moved)
 
     async def SetRole(self, request: cluster.SetRoleRequest, context: Context) -> cluster.SetRoleResponse:
-        await refuse(
-            context,
-            grpc.StatusCode.UNIMPLEMENTED,
-            "a worker keeps its role for life in this version: scale one pool down and another up",
-        )
+        began_s = time.monotonic()
+        timeout_s = request.timeout_s if request.HasField("timeout_s") else None
+        await _refuse_no_time(context, "timeout_s", timeout_s or 0.0)
+        roles = [role.value for role in Role]
+        if request.role not in roles:
+            await refuse_fields(context, [FieldViolation("role", repr(request.role), "one of " + ", ".join(roles))])
+        try:
+            change = await self._workforce.set_role(request.worker_id, Role(request.role), timeout_s, request.force)
+        except KeyError:
+            await refuse(context, grpc.StatusCode.NOT_FOUND, f"worker_id {request.worker_id!r} is not in this cluster")
+        except WorkforceError as error:
+            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        total_s = time.monotonic() - began_s
+        return cluster.SetRoleResponse(drain_s=change.drain_s, total_s=total_s, moved=change.num_moved)
 
     async def Scale(self, request: cluster.ScaleRequest, context: Context) -> cluster.ScaleResponse:
         if not 0 <= request.size <= MAX_POOL_SIZE:

@@ -23,7 +23,7 @@ from enum import Enum
 from baton.proto.messages import Role
 from baton.router.config import RouterSettings
 from baton.router.load import LoadBook
-from baton.router.placement import Candidate, Placement, PlacementPolicy, PlacementQuery, WorkerView, fork_at
+from baton.router.placement import Candidate, Placement, PlacementPolicy, PlacementQuery, WorkerView, can_serve, fork_at
 from baton.router.prefix_index import PrefixIndex
 
 RATE_WINDOW_S = 10.0
@@ -240,7 +240,7 @@ class DispatchQueue:
     def _observe(self, now: float) -> None:
         roles = self._load.serving_roles()
         served = {
-            Stage.START: Role.COLOCATED in roles or roles >= {Role.PREFILL, Role.DECODE},
+            Stage.START: can_serve(roles),
             Stage.DECODE: Role.DECODE in roles,
             Stage.FORK: True,
         }

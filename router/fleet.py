@@ -5,7 +5,11 @@ Refuses to know: requests and tokens. What a worker does is behind the factory t
 split has an actor for each further rank: rank 0's process owns them, and Ray ends them with it.
 
     member:  STARTING --describe, link open--> READY --link lost--> LOST --Ray restarts the process--> STARTING ...
-                                                 '--drain--> DRAINING
+                                                 |--drain--> DRAINING
+                                                 '--set_role--> DRAINING --the worker ends the link--> LOST --> READY
+
+A worker's role is that of its pool until it is changed. The process notes a change where its successor looks: Ray's own
+store, which outlives workers and routers.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -27,14 +32,16 @@ from typing import Any, Protocol, TypeVar
 import ray
 from ray._private import parameter
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+from ray.experimental import internal_kv
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from baton.proto.messages import Role, WorkerDescription
+from baton.proto.messages import Role, RoleChange, RoleKept, WorkerDescription
 from baton.proto.settings import RankSettings, WorkerSettings
 from baton.router.cluster import Member, WorkerState, WorkforceError
 from baton.router.config import ClusterConfig, PoolConfig
 from baton.router.link import WorkerLink
+from baton.router.roles import allowed_drain_s, refusal
 from baton.router.router import Router
 from baton.router.server import Addresses, RouterServer
 from baton.router.tokenizer import Tokenizer
@@ -49,6 +56,9 @@ ROOM_TO_GROW = 64
 HUNG_AFTER_S = 2.0
 RESTART_PAUSE_S = 0.1
 STOP_S = 5.0
+TURN_S = 60.0
+"""For how long a worker may be about a change of its role when its legs have had their time."""
+MAX_INCIDENTS, INCIDENT_WAIT_S = 100, 10.0
 
 Result = TypeVar("Result")
 
@@ -59,6 +69,8 @@ class Worker(Protocol):
     async def start(self) -> WorkerDescription: ...
 
     async def stop(self) -> None: ...
+
+    async def set_role(self, role: Role, drain_s: float) -> RoleChange | RoleKept: ...
 
 
 RankMain = Callable[[WorkerSettings, RankSettings], None]
@@ -132,13 +144,17 @@ class RankStarter:
 class WorkerHost:
     """The Ray actor around one worker. Its constructor brings the worker up; a restart by Ray does so again."""
 
-    def __init__(self, factory: WorkerFactory, settings: WorkerSettings, start_rank: RankStarter) -> None:
+    def __init__(
+        self, factory: WorkerFactory, settings: WorkerSettings, namespace: str, start_rank: RankStarter
+    ) -> None:
         configure_logs(settings.observability, settings.worker_id)
         self._start_rank = start_rank  # kept: further ranks live as long as the handles in it
         self._thread = LoopThread("worker")
         self._outcome: WorkerDescription | StartFailure
         if not settings.host:
             settings = replace(settings, host=ray.util.get_node_ip_address())
+        self._role = NotedRole(namespace, settings.worker_id)
+        settings = replace(settings, role=self._role.read() or settings.role)
         try:
             self._worker = factory(settings, _end_process, start_rank)
             self._outcome = self._thread.start(self._worker.start()).result(timeout=60)
@@ -149,9 +165,38 @@ class WorkerHost:
     def describe(self) -> WorkerDescription | StartFailure:
         return self._outcome
 
+    def set_role(self, role: Role, drain_s: float) -> RoleChange | RoleKept:
+        """See `Worker`. Noted before it begins, so that a process that dies on the way has the new role when it is
+        back."""
+        assert isinstance(self._outcome, WorkerDescription)
+        self._role.write(role)
+        change = self._thread.start(self._worker.set_role(role, drain_s)).result()
+        if isinstance(change, RoleKept):
+            self._role.write(self._outcome.role)
+        else:
+            self._outcome = change.description
+        return change
+
     def stop(self) -> None:
         if isinstance(self._outcome, WorkerDescription):
             self._thread.start(self._worker.stop()).result(timeout=15)
+
+
+class NotedRole:
+    """The role that was given to a worker after its start, as its next process finds it."""
+
+    def __init__(self, namespace: str, worker_id: str) -> None:
+        self._key = f"{namespace}/{worker_id}/role"
+
+    def read(self) -> Role | None:
+        noted: bytes | None = internal_kv._internal_kv_get(self._key, namespace=NAMESPACE)
+        return Role(noted.decode()) if noted else None
+
+    def write(self, role: Role) -> None:
+        internal_kv._internal_kv_put(self._key, role.value, namespace=NAMESPACE)
+
+    def forget(self) -> None:
+        internal_kv._internal_kv_del(self._key, namespace=NAMESPACE)
 
 
 class RouterHost:
@@ -187,6 +232,16 @@ class RouterHost:
     def ready(self) -> Addresses | StartFailure:
         """Blocks until the router serves; returns its addresses."""
         return self._outcome.result()
+
+    def incident(self, timeout_s: float) -> str:
+        """The next thing that a person at the terminal should know; empty if nothing happens in that time."""
+        return self._thread.start(self._incident(timeout_s)).result()
+
+    async def _incident(self, timeout_s: float) -> str:
+        if self._fleet is None:
+            await asyncio.sleep(timeout_s)
+            return ""
+        return await self._fleet.incident(timeout_s)
 
     def stop(self, drain_s: float) -> bool:
         """Drains, then ends every worker. Returns whether all requests ended in time."""
@@ -226,6 +281,9 @@ class Post:
         self.link: WorkerLink | None = None
         self.failure = ""
         self.settled = asyncio.Event()
+        self.turned = asyncio.Event()
+        self.changing = asyncio.Lock()
+        self.becoming: Role | None = None
         self.keeper: asyncio.Task[None] | None = None
 
     @property
@@ -238,7 +296,14 @@ class Post:
 
     @property
     def role(self) -> Role:
-        return self.settings.role
+        """What it was when it was last heard of: a change of role leaves it in its pool."""
+        return self.description.role if self.description is not None else self.settings.role
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Waits for something that the keeper brings about. For whoever holds `changing`."""
+        while not condition():
+            self.turned.clear()
+            await self.turned.wait()
 
 
 class Fleet:
@@ -253,6 +318,9 @@ class Fleet:
         self._factories = factories
         self._posts: dict[str, Post] = {}
         self._scaling = asyncio.Lock()
+        self._changes: set[asyncio.Task[RoleChange]] = set()
+        self._incidents: deque[str] = deque(maxlen=MAX_INCIDENTS)
+        self._happened = asyncio.Event()
 
     async def open(self) -> None:
         """Fills every pool; returns when each worker serves. Raises FleetError with the first worker's failure."""
@@ -271,6 +339,8 @@ class Fleet:
 
     async def close(self) -> None:
         """Ends every process of every pool."""
+        for change in self._changes:
+            change.cancel()
         await asyncio.gather(*(self._remove(post) for post in list(self._posts.values())))
 
     def members(self) -> list[Member]:
@@ -279,15 +349,22 @@ class Fleet:
     async def drain(self, worker_id: str, timeout_s: float) -> int:
         """Takes a worker out of placement; legs not done in time move to other workers. Returns how many moved."""
         post = self._posts[worker_id]
-        post.draining = True
-        post.state = WorkerState.DRAINING
-        self._router.book.set_draining(worker_id, True)
-        link = post.link
-        if link is None or await link.rest(timeout_s):
-            return 0
-        moved = link.num_legs
-        await link.close()
-        return moved
+        async with post.changing:
+            self._require(post)
+            self._set_draining(post, True)
+            link = post.link
+            if link is None or await link.rest(timeout_s):
+                return 0
+            moved = link.num_legs
+            await link.close()
+            return moved
+
+    async def set_role(self, worker_id: str, role: Role, timeout_s: float | None, force: bool) -> RoleChange:
+        """See `Workforce`. The change goes on when the caller has gone away."""
+        change = asyncio.create_task(self._set_role(self._posts[worker_id], role, timeout_s, force))
+        self._changes.add(change)
+        change.add_done_callback(self._changes.discard)
+        return await asyncio.shield(change)
 
     async def scale(self, pool: str, size: int) -> None:
         """Brings a pool to a size: new workers serve, or surplus ones are drained and gone, when this returns.
@@ -312,6 +389,99 @@ class Fleet:
             for post in posts[size:]:
                 await self.drain(post.worker_id, self._config.router.drain_timeout_s)
                 await self._remove(post)
+
+    async def incident(self, timeout_s: float) -> str:
+        """The oldest incident not yet told; empty if none comes in that time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self._incidents:
+                    self._happened.clear()
+                    await self._happened.wait()
+        return self._incidents.popleft() if self._incidents else ""
+
+    # --- changes of role --------------------------------------------------------------------------------------------
+
+    async def _set_role(self, post: Post, role: Role, timeout_s: float | None, force: bool) -> RoleChange:
+        settings = self._config.router
+        async with post.changing:
+            self._require(post)
+            others = [
+                other.becoming or other.role
+                for other in self._posts.values()
+                if other is not post and (other.becoming or not other.draining)
+            ]
+            if role is not Role.COLOCATED and self._config.transfer.connector == "local":
+                raise WorkforceError("the connector 'local' moves no KV between processes: workers stay colocated")
+            why_not = refusal(post.worker_id, role, others)
+            if why_not and not force:
+                raise WorkforceError(why_not)
+            wanted_s = settings.drain_timeout_s if timeout_s is None else timeout_s
+            was_draining, post.becoming = post.draining, role
+            self._set_draining(post, True)
+            try:
+                change = await self._turn(post, role, allowed_drain_s(wanted_s, others, settings.no_worker_grace_s))
+            except BaseException:
+                self._set_draining(post, was_draining)
+                raise
+            else:
+                self._set_draining(post, False)
+            finally:
+                post.becoming = None
+                self._router.dispatcher.wake()
+            return change
+
+    async def _turn(self, post: Post, role: Role, drain_s: float) -> RoleChange:
+        """Has the worker change its role, and its successor if it dies on the way; returns when it serves again."""
+        limit_s = drain_s + self._config.router.worker_start_timeout_s
+        change: RoleChange | RoleKept | None = None
+        try:
+            async with asyncio.timeout(limit_s):
+                while change is None:
+                    await post.until(lambda: post.link is not None or post.failure)
+                    if post.failure:
+                        raise FleetError(post.failure)
+                    change = await self._ask_to_turn(post, role, drain_s)
+                if isinstance(change, RoleKept):
+                    raise WorkforceError(change.reason)
+                await post.until(lambda: post.link is not None and post.role is role)
+        except TimeoutError:
+            raise FleetError(f"{post.worker_id} was no {role} worker {limit_s:.0f} s later") from None
+        log.info("%s became a %s worker after %.3f s of draining", post.worker_id, role, change.drain_s)
+        return change
+
+    async def _ask_to_turn(self, post: Post, role: Role, drain_s: float) -> RoleChange | RoleKept | None:
+        """The worker's answer; None from one that is no more, or hung and was killed."""
+        link = post.link
+        try:
+            answer: RoleChange | RoleKept = await _result(post.actor.set_role.remote(role, drain_s), drain_s + TURN_S)
+            return answer
+        except TimeoutError:
+            await asyncio.to_thread(ray.kill, post.actor, no_restart=False)
+        except RayActorError:
+            pass
+        self._count_loss(post, f"on its way to become a {role} worker")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(2 * SILENCE_S):
+                await post.until(lambda: post.link is not link)
+        return None
+
+    def _require(self, post: Post) -> None:
+        """Raises KeyError if the post was given up while somebody waited for it."""
+        if self._posts.get(post.worker_id) is not post:
+            raise KeyError(post.worker_id)
+
+    def _set_draining(self, post: Post, draining: bool) -> None:
+        post.draining = draining
+        if draining or post.link is not None:
+            post.state = WorkerState.DRAINING if draining else WorkerState.READY
+        self._router.book.set_draining(post.worker_id, draining)
+
+    def _count_loss(self, post: Post, reason: str) -> None:
+        post.restarts += 1
+        pid = post.description.pid if post.description is not None else 0
+        log.warning("%s (pid %d) was lost: %s", post.worker_id, pid, reason)
+        self._incidents.append(f"{post.worker_id} (pid {pid}) was lost: {reason}; it is restarted")
+        self._happened.set()
 
     # --- processes --------------------------------------------------------------------------------------------------
 
@@ -351,7 +521,12 @@ class Fleet:
                 num_gpus=pool.num_gpus,
                 resources={pool.resource: 1.0} if pool.resource else None,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-            ).remote(self._factories[pool.role], settings, RankStarter(index, pool.num_cpus, pool.num_gpus))
+            ).remote(
+                self._factories[pool.role],
+                settings,
+                self._namespace,
+                RankStarter(index, pool.num_cpus, pool.num_gpus),
+            )
             post = Post(settings, pool, actor, group)
             self._posts[worker_id] = post
             post.keeper = asyncio.create_task(self._keep(post))
@@ -382,6 +557,7 @@ class Fleet:
             with suppress(RayError, TimeoutError):
                 await _result(post.actor.stop.remote(), STOP_S)
         await asyncio.to_thread(ray.kill, post.actor, no_restart=True)
+        await asyncio.to_thread(NotedRole(self._namespace, post.worker_id).forget)
         if not any(other.group is post.group for other in self._posts.values()):
             await asyncio.to_thread(remove_placement_group, post.group)
 
@@ -392,6 +568,7 @@ class Fleet:
             if isinstance(outcome, StartFailure):
                 post.failure = outcome.message
                 post.settled.set()
+                post.turned.set()
                 log.error("%s", outcome.message)
                 await asyncio.sleep(5.0)
                 await asyncio.to_thread(ray.kill, post.actor, no_restart=False)
@@ -408,13 +585,15 @@ class Fleet:
             post.description, post.link, post.failure = link.description, link, ""
             post.state = WorkerState.DRAINING if post.draining else WorkerState.READY
             post.settled.set()
+            post.turned.set()
             log.info("%s serves at %s as %s", post.worker_id, link.description.address, link.description.incarnation)
             reason = await asyncio.shield(link.lost)
-            log.warning("%s was lost: %s", post.worker_id, reason)
             post.link, post.state = None, WorkerState.LOST
+            if post.becoming is None:
+                self._count_loss(post, reason)
+            post.turned.set()
             self._router.disconnect(link)
             await link.close()
-            post.restarts += 1
 
     async def _describe(self, post: Post) -> WorkerDescription | StartFailure:
         """Waits for the post's process to be up. One that lives and does not answer is killed: Ray replaces it."""
@@ -471,6 +650,22 @@ class RouterHandle:
                 assert isinstance(outcome, Addresses)
                 return outcome
         return None
+
+    def incidents(self, stopped: threading.Event) -> Iterator[str]:
+        """What a person at the terminal should know, as it happens, until the event is set or the router is gone."""
+        while not stopped.is_set():
+            reference = self._actor.incident.remote(INCIDENT_WAIT_S)
+            line = ""
+            while not stopped.is_set():
+                try:
+                    line = ray.get(reference, timeout=0.2)
+                    break
+                except GetTimeoutError:
+                    continue
+                except RayError:
+                    return
+            if line:
+                yield line
 
     def stop(self, drain_s: float) -> bool:
         """Drains and ends router and workers; returns whether all requests ended in time."""

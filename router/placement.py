@@ -11,7 +11,7 @@ Refuses to know: how a policy ranks what is allowed (`router.policies`), time, a
 from __future__ import annotations
 
 import importlib
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -22,6 +22,11 @@ from baton.proto.messages import Leg, Role
 MAX_EXPECTED_OUTPUT_TOKENS = 256
 """Room for output that a placement counts on at most. Clients ask for far more than they use; a worker preempts when
 too many outgrow it."""
+
+
+def can_serve(roles: Collection[Role]) -> bool:
+    """Whether workers of these roles can bring a request to its end."""
+    return Role.COLOCATED in roles or (Role.PREFILL in roles and Role.DECODE in roles)
 
 
 @dataclass(frozen=True, slots=True)

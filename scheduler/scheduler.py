@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 
 from baton.proto.messages import FailureKind, FinishReason, Leg, Request, Role
@@ -197,6 +197,16 @@ class Scheduler:
     def get(self, sequence_id: str) -> Sequence | None:
         """The sequence, unless it has ended."""
         return self._sequences.get(sequence_id)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sequence is here, and no block may be written to by a step or a pull."""
+        return not self._sequences and not self.pool.num_quarantined
+
+    def set_role(self, role: Role) -> None:
+        """Decides for another role from now on. Only while it is empty; what is cached stays."""
+        assert self.is_empty, f"{len(self._sequences)} sequences, {self.pool.num_quarantined} blocks in quarantine"
+        self.config = replace(self.config, role=role)
 
     def has_work(self) -> bool:
         """Whether `plan` might do something now. False once a plan has come out empty, until something happens."""

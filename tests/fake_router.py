@@ -64,6 +64,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, cluster_pb2_grpc.ClusterS
     ends_early: dict[int, int] = field(default_factory=dict)
     port: int = 0
     drained: list[str] = field(default_factory=list)
+    roles: list[cluster.SetRoleRequest] = field(default_factory=list)
 
     async def Generate(
         self, request: inference.GenerateRequest, context: grpc.aio.ServicerContext
@@ -160,8 +161,10 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, cluster_pb2_grpc.ClusterS
     async def SetRole(
         self, request: cluster.SetRoleRequest, context: grpc.aio.ServicerContext
     ) -> cluster.SetRoleResponse:
-        await context.abort(grpc.StatusCode.NOT_FOUND, f"no worker {request.worker_id}")
-        raise AssertionError
+        if request.worker_id != "decode-0":
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no worker {request.worker_id}")
+        self.roles.append(request)
+        return cluster.SetRoleResponse(drain_s=1.25, total_s=1.5, moved=3)
 
     async def Scale(self, request: cluster.ScaleRequest, context: grpc.aio.ServicerContext) -> cluster.ScaleResponse:
         return cluster.ScaleResponse(size=request.size)

@@ -6,22 +6,28 @@ For tests of the request's life with a model of the test's choice. Processes tha
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import grpc
 
-from baton.decode_worker.worker import DecodeWorker
+from baton.decode_worker.duty import DecodeDuty
+from baton.engine.roles import Worker
 from baton.engine.worker import ModelRunner
-from baton.prefill_worker.worker import PrefillWorker
+from baton.kvtransfer.connector import KvPool
+from baton.kvtransfer.sharded import open_sharded
+from baton.prefill_worker.duty import PrefillDuty
 from baton.proto import cluster_pb2 as cluster
 from baton.proto import cluster_pb2_grpc, inference_pb2_grpc
-from baton.proto.messages import Role
+from baton.proto.messages import Role, RoleChange, RoleKept, WorkerDescription
 from baton.proto.settings import ObservabilitySettings, SchedulerSettings, TransferSettings, WorkerSettings
 from baton.router.cluster import WorkerState, WorkforceError
 from baton.router.config import ClusterConfig, RouterSettings, defaults
 from baton.router.link import WorkerLink
+from baton.router.roles import allowed_drain_s, refusal
 from baton.router.router import Router
 from baton.router.server import RouterServer
 from baton.router.tokenizer import Tokenizer
@@ -31,11 +37,12 @@ from baton.router.tokenizer import Tokenizer
 class Seat:
     """A worker and the router's link to it; the `Member` that the status shows."""
 
-    worker: PrefillWorker | DecodeWorker
+    worker: Worker
     runner: ModelRunner
     link: WorkerLink
     state: WorkerState = WorkerState.READY
     restarts: int = 0
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def description(self):
@@ -47,11 +54,20 @@ class Seat:
 
     @property
     def pool(self) -> str:
-        return self.description.role.value
+        return self.worker.core.settings.pool
 
     @property
     def role(self) -> Role:
         return self.description.role
+
+
+def make_worker(settings: WorkerSettings, runner: ModelRunner, failed: Callable[[BaseException], None]) -> Worker:
+    """As `router.__main__` does it, which loads Ray."""
+    connector = open_sharded(settings.transfer, (), failed)
+    lends = partial(PrefillDuty, connector=connector, address=connector.attach(KvPool(runner.kv, runner.geometry)))
+    pulls = partial(DecodeDuty, connector=connector, pull_ids=itertools.count(1))
+    duties = {Role.PREFILL: lends, Role.DECODE: pulls, Role.COLOCATED: pulls}
+    return Worker(settings, runner, connector, duties, failed)
 
 
 @dataclass
@@ -114,14 +130,17 @@ class SmallCluster:
             model_name=self.router.model_name,
         )
         runner = self.make_runner()
-        make = PrefillWorker if role is Role.PREFILL else DecodeWorker
-        worker = make(settings, runner, self.failures.append)
-        link = WorkerLink(await worker.start(), self.router.incarnation, silence_s=5.0)
+        worker = make_worker(settings, runner, self.failures.append)
+        link = await self._connect(await worker.start())
+        seat = self.seats[worker_id] = Seat(worker, runner, link)
+        return seat
+
+    async def _connect(self, description: WorkerDescription) -> WorkerLink:
+        link = WorkerLink(description, self.router.incarnation, silence_s=5.0)
         await link.open(self.router.reported, timeout_s=5.0)
         self.router.connect(link)
-        seat = self.seats[worker_id] = Seat(worker, runner, link)
         link.lost.add_done_callback(lambda _: self.router.disconnect(link))
-        return seat
+        return link
 
     async def remove(self, worker_id: str) -> None:
         seat = self.seats.pop(worker_id)
@@ -138,6 +157,35 @@ class SmallCluster:
         seat = self.seats[worker_id]
         self.router.book.set_draining(worker_id, True)
         return 0 if await seat.link.rest(timeout_s) else seat.link.num_legs
+
+    async def set_role(self, worker_id: str, role: Role, timeout_s: float | None, force: bool) -> RoleChange:
+        """As the fleet does it, but for the death of the worker on the way."""
+        return await asyncio.shield(self._set_role(self.seats[worker_id], role, timeout_s, force))
+
+    async def _set_role(self, seat: Seat, role: Role, timeout_s: float | None, force: bool) -> RoleChange:
+        settings = self.router.config.router
+        async with seat.changing:
+            others = [other.role for other in self.members() if other is not seat and other.state is WorkerState.READY]
+            why_not = refusal(seat.worker_id, role, others)
+            if why_not and not force:
+                raise WorkforceError(why_not)
+            self.router.book.set_draining(seat.worker_id, True)
+            seat.state = WorkerState.DRAINING
+            wanted_s = settings.drain_timeout_s if timeout_s is None else timeout_s
+            drain_s = allowed_drain_s(wanted_s, others, settings.no_worker_grace_s)
+            try:
+                change = await seat.worker.set_role(role, drain_s)
+                if isinstance(change, RoleKept):
+                    raise WorkforceError(change.reason)
+                if change.description.incarnation != seat.description.incarnation:
+                    async with asyncio.timeout(5.0):
+                        await seat.link.lost
+                    seat.link = await self._connect(change.description)
+            finally:
+                seat.state = WorkerState.READY
+                self.router.book.set_draining(seat.worker_id, False)
+                self.router.dispatcher.wake()
+            return change
 
     async def scale(self, pool: str, size: int) -> None:
         if pool not in {seat.pool for seat in self.seats.values()}:
@@ -192,13 +240,14 @@ class SmallCluster:
                 f"{len(sequence.block_ids)} blocks"
                 for sequence in list(scheduler._sequences.values())
             ]
-            if isinstance(seat.worker, DecodeWorker):
+            duty = seat.worker.core.duty
+            if isinstance(duty, DecodeDuty):
                 lines += [
                     f"  hand-off {name} from {handoff.link.worker_id}: {_held(handoff.incoming)}"
-                    for name, handoff in seat.worker._receiver._handoffs.items()
+                    for name, handoff in duty.side._handoffs.items()
                 ]
-            elif isinstance(seat.worker, PrefillWorker):
-                lender = seat.worker._lender
+            elif isinstance(duty, PrefillDuty):
+                lender = duty.side
                 lines.append(f"  {lender._table}, early {lender._early}, watchers {list(lender._watchers)}")
         return "\n".join(lines)
 

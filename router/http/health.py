@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from baton.proto.messages import Role
 from baton.router.observe import Call, RequestRecord
+from baton.router.placement import can_serve
 from baton.router.router import Router
 
 STALL_S = 60.0
@@ -35,7 +36,7 @@ class Health:
         if router.draining:
             faults.append("the router is draining")
         roles = router.book.serving_roles()
-        if Role.COLOCATED not in roles and not roles >= _PAIR:
+        if not can_serve(roles):
             wanted = _PAIR if any(pool.role in _PAIR for pool in router.config.pools) else {Role.COLOCATED}
             faults += [f"no {role.value} worker is there" for role in sorted(wanted - roles)]
         stalled_s = self._stalled_s()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import fake_router
 import grpc
 import pytest
 from fake_router import FakeRouter, Refusal, Wire, whole_text
@@ -220,6 +221,38 @@ async def test_status_shows_pools_and_workers_within_80_columns(run: Baton) -> N
     for value in ("ready", "1,234", "75%", "12.3", "01234567"):
         assert value in line
     assert max(map(len, printed.out.splitlines())) <= 80
+
+
+async def test_a_worker_that_left_its_pools_role_is_shown_with_its_own(
+    run: Baton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = fake_router.a_status()
+    status.pools[1].workers[0].role, status.pools[1].workers[1].role = "colocated", "decode"
+    monkeypatch.setattr(fake_router, "a_status", lambda: status)
+    printed = await run("status")
+    assert "decode-0 (colocated)" in printed.out
+    assert "decode-1 (" not in printed.out
+
+
+async def test_role_asks_for_the_change_and_tells_how_long_it_took(run: Baton, router: FakeRouter) -> None:
+    printed = await run("role", "decode-0", "prefill")
+    assert (printed.code, printed.err) == (0, "")
+    assert printed.out == "decode-0 is a prefill worker after 1.50 s, 1.25 s of them draining, 3 legs moved\n"
+    assert not router.roles[0].HasField("timeout_s")
+    printed = await run("role", "decode-0", "colocated", "--timeout", "0", "--force", "--json")
+    assert json.loads(printed.out) == {
+        "worker": "decode-0",
+        "role": "colocated",
+        "drain_s": 1.25,
+        "total_s": 1.5,
+        "moved": 3,
+    }
+    assert (router.roles[1].HasField("timeout_s"), router.roles[1].timeout_s, router.roles[1].force) == (True, 0, True)
+
+
+async def test_a_change_of_role_that_is_refused_is_one_line(run: Baton) -> None:
+    printed = await run("role", "prefill-9", "decode")
+    assert (printed.code, printed.out, printed.err) == (1, "", "baton: no worker prefill-9\n")
 
 
 async def test_status_goes_on_when_it_is_watched(run: Baton) -> None:

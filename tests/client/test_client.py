@@ -18,6 +18,7 @@ from baton.client.client import AsyncClient, Client
 from baton.client.request import RequestOptions
 from baton.client.result import Result
 from baton.client.resume import Patience
+from baton.proto import cluster_pb2 as cluster
 from baton.proto.messages import FinishReason
 
 Ask = Callable[..., Awaitable[Result]]
@@ -335,6 +336,8 @@ async def test_the_async_client_speaks_to_the_cluster(wire: Wire, router: FakeRo
         assert await client.scale("decode", 3) == 3
         with pytest.raises(errors.NotFound, match="no worker prefill-9"):
             await client.set_role("prefill-9", "decode")
+        assert (await client.set_role("decode-0", "prefill", timeout_s=0.0)).moved == 3
+    assert router.roles == [cluster.SetRoleRequest(worker_id="decode-0", role="prefill", timeout_s=0.0)]
     assert router.drained == ["decode-0"]
 
 
@@ -349,6 +352,7 @@ async def test_the_sync_client_speaks_to_the_cluster(wire: Wire) -> None:
             assert client.scale("decode", 3) == 3
             with pytest.raises(errors.NotFound):
                 client.set_role("prefill-9", "decode")
+            assert client.set_role("decode-0", "prefill").total_s == 1.5
 
     await asyncio.to_thread(call)
 

@@ -25,6 +25,7 @@ import pytest
 import yaml
 from asking import answer, request, until
 
+from baton.client.client import Client
 from baton.proto import cluster_pb2 as cluster
 from baton.proto import cluster_pb2_grpc, inference_pb2_grpc
 from baton.proto.settings import EngineSettings, SchedulerSettings, TransferSettings
@@ -272,6 +273,22 @@ class TestEnd:
         assert one.exit_code(10) == 130
         one.gone_within(5.0)
         assert one.errors == []
+
+    def test_a_killed_worker_is_told_on_the_terminal_and_replaced(self, serve, model_dir):
+        one = serve("--model", model_dir, *ANY_PORTS)
+        address = one.said("ready", 60).split()[2]
+        with Client(address) as client:
+            (victim,) = client.status().pools[1].workers
+            os.kill(victim.pid, signal.SIGKILL)
+            deadline = time.monotonic() + 30
+            while not one.errors:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            assert f"{victim.worker_id} (pid {victim.pid}) was lost" in one.errors[0]
+            assert client.generate("ab", max_tokens=3, timeout_s=30).result().token_ids
+        one.interrupt()
+        assert one.exit_code(10) == 0
+        assert len(one.errors) == 1
 
     def test_a_killed_launcher_takes_every_process_with_it(self, serve, model_dir):
         one = serve("--model", model_dir, *ANY_PORTS)

@@ -232,7 +232,9 @@ def test_steps_launched_before_the_one_before_is_read_give_the_same_tokens(
         scheduler = Scheduler(SchedulerConfig(Role.COLOCATED, 13, 200, 16, settings, plans_ahead=ahead))
         emitted: dict[str, list[int]] = {}
         for i, length in enumerate((1, 9, 17, 40)):
-            sampling = Sampling(max_tokens=75, temperature=0.9 * (i % 2), seed=i, stop_token_ids=(5, 6, 7, 8) if i == 3 else ())
+            sampling = Sampling(
+                max_tokens=75, temperature=0.9 * (i % 2), seed=i, stop_token_ids=(5, 6, 7, 8) if i == 3 else ()
+            )
             request = Request(str(i), tuple(range(length)), length, sampling, Leg.WHOLE)
             assert isinstance(scheduler.add(request, 0.0), Sequence)
             emitted[str(i)] = []

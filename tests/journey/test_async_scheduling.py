@@ -21,7 +21,7 @@ def prompt_of(index: int) -> list[int]:
 
 @pytest.mark.parametrize("shape", [{"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "colocated": 1}])
 async def test_tokens_are_exact_under_preemption_stop_and_cancellation(paper_dir, shape):
-    async with SmallCluster(paper_dir, lambda: PaperRunner(num_blocks=48), scheduler=SETTINGS, **shape) as small:
+    async with SmallCluster(paper_dir, lambda: PaperRunner(num_blocks=48, step_s=0.003), scheduler=SETTINGS, **shape) as small:
 
         async def one(index: int) -> None:
             expected = paper_output(prompt_of(index), 200)

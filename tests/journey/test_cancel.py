@@ -43,7 +43,7 @@ class SlowConnector:
 
 
 def slow_down(seat, delay_s: float) -> SlowConnector:
-    receiver = seat.worker._receiver
+    receiver = seat.worker.core.duty.side
     receiver._connector = SlowConnector(receiver._connector, delay_s)
     return receiver._connector
 

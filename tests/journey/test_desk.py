@@ -230,14 +230,14 @@ async def ask(small: SmallCluster) -> None:
 
 async def test_a_connector_that_cannot_say_what_became_of_reads_fails_the_worker(paper_dir):
     async with quick(paper_dir) as small:
-        small.seats["decode-0"].worker._receiver._connector.poll = broken
+        small.seats["decode-0"].worker.core.duty.side._connector.poll = broken
         await ask(small)
         await expect_failure(small)
 
 
 async def test_a_bug_in_what_the_step_loop_posts_to_the_receiver_fails_the_worker(paper_dir):
     async with quick(paper_dir) as small:
-        small.seats["decode-0"].worker._receiver._connector.pull = broken
+        small.seats["decode-0"].worker.core.duty.side._connector.pull = broken
         await ask(small)
         await expect_failure(small)
 
@@ -251,13 +251,13 @@ async def test_a_bug_in_what_a_peer_is_heard_with_fails_the_worker(paper_dir, mo
 
 async def test_a_bug_in_the_receivers_tick_fails_the_worker(paper_dir):
     async with quick(paper_dir) as small:
-        small.seats["decode-0"].worker._receiver._clock = broken
+        small.seats["decode-0"].worker.core.duty.side._clock = broken
         await expect_failure(small)
 
 
 async def test_a_bug_in_the_lenders_tick_fails_the_worker(paper_dir):
     async with quick(paper_dir) as small:
-        small.seats["prefill-0"].worker._lender.tick = broken
+        small.seats["prefill-0"].worker.core.duty.side.tick = broken
         await expect_failure(small)
 
 

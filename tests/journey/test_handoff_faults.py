@@ -89,27 +89,27 @@ async def test_streams_wait_for_the_only_prefill_worker_to_come_back_under_its_n
         await die(small, "prefill-0")
         await small.add(Role.PREFILL, "prefill-0")
         await all_right(small, answers, 40)
-        assert len(small.seats["decode-0"].worker._receiver._links) == 1
+        assert len(small.seats["decode-0"].worker.core.duty.side._links) == 1
 
 
 async def test_a_leg_that_names_a_dead_incarnation_leaves_the_link_to_the_living_one_alone(paper_dir):
     async with cluster(paper_dir) as small:
         decode, prefill = small.seats["decode-0"], small.seats["prefill-0"]
         await answer(small.inference, request(PROMPT, 2))
-        link = decode.worker._receiver._links[prefill.description.incarnation]
+        link = decode.worker.core.duty.side._links[prefill.description.incarnation]
         events = []
         source = HandoffSource("prefill-0", "of old", prefill.description.address, "x")
         stale = Request("stale", (1, 2, 3), 3, Sampling(max_tokens=4), Leg.DECODE, source=source)
         decode.link.submit(stale, events.append)
         await until(lambda: events, what="the failure of the leg")
         assert "of old" in events[0].message
-        assert decode.worker._receiver._links == {prefill.description.incarnation: link}
+        assert decode.worker.core.duty.side._links == {prefill.description.incarnation: link}
         await small.at_rest()
 
 
 async def test_a_cut_link_between_two_living_workers_is_made_again(paper_dir):
     async with cluster(paper_dir) as small:
-        receiver = small.seats["decode-0"].worker._receiver
+        receiver = small.seats["decode-0"].worker.core.duty.side
         answers = start(small, 3, 30)
         await until(lambda: any(handoff.incoming.announced for handoff in receiver._handoffs.values()))
         (link,) = receiver._links.values()
@@ -122,7 +122,7 @@ async def test_a_cut_link_between_two_living_workers_is_made_again(paper_dir):
 @pytest.mark.parametrize("moment", [State.RUNNING, State.EXPORTED])
 async def test_the_end_of_the_watch_stream_at_the_source_ends_what_it_lends(paper_dir, moment):
     async with cluster(paper_dir) as small:
-        lender = small.seats["prefill-0"].worker._lender
+        lender = small.seats["prefill-0"].worker.core.duty.side
         answers = start(small, 3, 30)
         await until(lambda: has(small, moment, Role.PREFILL) and lender._watchers)
         for link in list(lender._watchers.values()):
@@ -184,7 +184,7 @@ async def test_a_lease_outlives_its_time_while_the_decode_worker_waits_for_room(
 async def test_a_side_that_stalled_gives_up_its_hand_offs_and_the_streams_go_on(paper_dir, side):
     async with cluster(paper_dir) as small:
         prefill, decode = small.seats["prefill-0"].worker, small.seats["decode-0"].worker
-        fenced = prefill._lender if side == "prefill-0" else decode._receiver
+        fenced = prefill.core.duty.side if side == "prefill-0" else decode.core.duty.side
         hold_pulls(decode, 0.3)
         answers = start(small, 3, 30)
         await until(lambda: State.EXPORTED in states(small.seats["prefill-0"]))
@@ -215,12 +215,12 @@ class FaultyConnector:
 
 
 def hold_pulls(worker, delay_s: float) -> None:
-    worker._receiver._connector = FaultyConnector(worker._receiver._connector, 0, delay_s)
+    worker.core.duty.side._connector = FaultyConnector(worker.core.duty.side._connector, 0, delay_s)
 
 
 async def test_reads_that_fail_cost_a_retry_each_and_no_token(paper_dir):
     async with cluster(paper_dir) as small:
-        receiver = small.seats["decode-0"].worker._receiver
+        receiver = small.seats["decode-0"].worker.core.duty.side
         receiver._connector = FaultyConnector(receiver._connector, 2)
         results = await all_right(small, start(small, 2, 30), 30)
         assert sum(result.finish.retries for result in results) == 2
@@ -279,7 +279,7 @@ async def test_who_subscribes_to_what_never_comes_is_told_after_a_leases_time(pa
         decode.link.submit(leg, events.append)
         await until(lambda: events, what="the failure of the leg")
         assert "no such sequence" in events[0].message
-        assert not prefill.worker._lender._early
+        assert not prefill.worker.core.duty.side._early
         await small.at_rest()
 
 
@@ -291,7 +291,7 @@ async def test_who_subscribes_before_the_sequence_comes_gets_it(paper_dir):
         source = HandoffSource("prefill-0", description.incarnation, description.address, "late")
         prompt, sampling = tuple(PROMPT), Sampling(temperature=0.0, max_tokens=6)
         decode.link.submit(Request("d", prompt, len(prompt), sampling, Leg.DECODE, source=source), tokens.append)
-        await until(lambda: prefill.worker._lender._early)
+        await until(lambda: prefill.worker.core.duty.side._early)
         prefill.link.submit(Request("late", prompt, len(prompt), sampling, Leg.PREFILL), events.append)
         await until(lambda: len(tokens) == 5, what="the tokens")
         assert [*events[0].token_ids, *(batch.token_ids[0] for batch in tokens)] == paper_output(PROMPT, 6)
@@ -310,7 +310,7 @@ async def test_a_link_that_its_own_bug_ends_fails_the_worker_and_its_hand_offs(p
         waiting = asyncio.create_task(answer(small.inference, request(PROMPT, 4)))
         await until(lambda: small.failures, what="the failure")
         assert [str(error) for error in small.failures] == ["a bug"] * len(small.failures)
-        await until(lambda: not decode.worker._receiver._links or waiting.done())
+        await until(lambda: not decode.worker.core.duty.side._links or waiting.done())
         monkeypatch.undo()
         await asyncio.gather(waiting, return_exceptions=True)
         small.failures.clear()

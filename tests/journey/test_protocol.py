@@ -421,12 +421,6 @@ class TestCluster:
             assert result.code is grpc.StatusCode.NOT_FOUND
             assert "spare" in result.message
 
-    async def test_a_change_of_role_is_unimplemented_and_says_what_to_do_instead(self, paper_dir):
-        async with at_rest_in_the_end(paper_dir) as small:
-            result = await refused(small.cluster.SetRole(cluster.SetRoleRequest(worker_id="decode-0", role="prefill")))
-            assert result.code is grpc.StatusCode.UNIMPLEMENTED
-            assert "scale one pool down and another up" in result.message
-
     async def test_the_model_is_described(self, paper_dir):
         async with at_rest_in_the_end(paper_dir) as small:
             model = await small.inference.GetModel(inference.GetModelRequest())

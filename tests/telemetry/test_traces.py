@@ -311,7 +311,7 @@ def test_an_endpoint_that_is_no_url_is_refused():
 
 def test_a_process_that_does_not_trace_loads_no_opentelemetry():
     code = (
-        "import sys, baton.router.server, baton.decode_worker.worker, baton.prefill_worker.worker\n"
+        "import sys, baton.router.server, baton.decode_worker.duty, baton.prefill_worker.duty\n"
         "from baton.proto.settings import ObservabilitySettings\n"
         "from baton.telemetry.tracing import open_sink\n"
         "assert open_sink(ObservabilitySettings(), 'baton-router', '1') is None\n"

@@ -172,7 +172,10 @@ function drawWorkers(pools) {
       const role = pool.role === pool.name ? "" : pool.role;
       fillRow(body.firstChild, pool.workers, pool.name, role, state, `${ready}/${pool.size} ready`);
       keyed(body, pool.workers, (worker) => worker.worker_id, () => workerRow(false),
-        (row, worker) => fillRow(row, [worker], worker.worker_id, worker.incarnation.slice(0, 8), worker.state, worker.state), 1);
+        (row, worker) => {
+          const changed = worker.role === pool.role ? "" : `${worker.role} `;
+          fillRow(row, [worker], worker.worker_id, changed + worker.incarnation.slice(0, 8), worker.state, worker.state);
+        }, 1);
     }, 1);
 }
 
