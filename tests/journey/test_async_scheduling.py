@@ -21,7 +21,9 @@ def prompt_of(index: int) -> list[int]:
 
 @pytest.mark.parametrize("shape", [{"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "colocated": 1}])
 async def test_tokens_are_exact_under_preemption_stop_and_cancellation(paper_dir, shape):
-    async with SmallCluster(paper_dir, lambda: PaperRunner(num_blocks=48, step_s=0.003), scheduler=SETTINGS, **shape) as small:
+    async with SmallCluster(
+        paper_dir, lambda: PaperRunner(num_blocks=34, step_s=0.005), scheduler=SETTINGS, **shape
+    ) as small:
 
         async def one(index: int) -> None:
             expected = paper_output(prompt_of(index), 200)
@@ -30,7 +32,7 @@ async def test_tokens_are_exact_under_preemption_stop_and_cancellation(paper_dir
                 expected = expected[: expected.index(stop) + 1]
                 result = await answer(small.inference, request(prompt_of(index), 200, sampling_stop_token_ids=[stop]))
             elif index % 3 == 1:
-                call = small.inference.Generate(request(prompt_of(index), 400), timeout=60)
+                call = small.inference.Generate(request(prompt_of(index), 200), timeout=60)
                 async for _ in call:
                     call.cancel()
                     return
