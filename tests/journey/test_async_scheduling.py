@@ -24,9 +24,10 @@ async def test_tokens_are_exact_under_preemption_stop_and_cancellation(paper_dir
     async with SmallCluster(
         paper_dir, lambda: PaperRunner(num_blocks=34, step_s=0.005), scheduler=SETTINGS, **shape
     ) as small:
+        outputs = [paper_output(prompt_of(index), 200) for index in range(24)]
 
         async def one(index: int) -> None:
-            expected = paper_output(prompt_of(index), 200)
+            expected = outputs[index]
             if index % 3 == 0:
                 stop = expected[100 + index]
                 expected = expected[: expected.index(stop) + 1]
