@@ -23,6 +23,7 @@ from baton.engine.checkpoint import cache_directory, model_name, resolve_model
 from baton.engine.description import ModelDescription
 from baton.engine.grammar import NO_LIMITS, Constrained, Grammars
 from baton.engine.layers import Batch, Decoder
+from baton.engine.loop import Computed
 from baton.engine.models import llama, mistral, qwen2, qwen3
 from baton.engine.models.config import ModelConfig, UnsupportedModel, read_config
 from baton.engine.native import NativeDecoder
@@ -34,6 +35,7 @@ from baton.kernels.paged_attention import plan_attention
 from baton.proto.messages import KvGeometry, TokenLogprob
 from baton.proto.settings import EngineSettings
 from baton.scheduler.plan import Chunk, Logprobs, Step, StepResult
+from baton.scheduler.sequence import Sequence as ScheduledSequence
 
 _LOADERS: dict[str, Callable[[ModelConfig, Weights, Cpu | None], Decoder | NativeDecoder]] = {
     "llama": llama.load,
@@ -84,6 +86,7 @@ class Runner:
             num_blocks=num_blocks,
             kv_bytes_per_token=kv_cache.kv_bytes_per_token(config, dtype),
         )
+        self._sampled: dict[ScheduledSequence, int] = {}
         self._grammars = Grammars(path, config.vocab_size, config.eos_token_ids, settings.threads)
         self.geometry = KvGeometry(
             model=f"{name}@{config.digest}-{_fingerprint(self._decoder)}",
@@ -99,6 +102,10 @@ class Runner:
         """The compiled kernels, if they are to do the products too."""
         wanted = self._cpu is not None and (settings.cpu_kernels == "native" or self._cpu.multiplies_fast)
         return self._cpu if wanted else None
+
+    def launch(self, step: Step) -> Computed:
+        """Computes a step; see `run`. On a CPU it is over when this returns."""
+        return Computed(self.run(step))
 
     @torch.inference_mode()
     def run(self, step: Step) -> StepResult:
@@ -132,6 +139,7 @@ class Runner:
             samples = sample(logits, [_row(chunks[i]) for i in sampling], limits.mask)
             for i, token_id in zip(sampling, samples.token_ids, strict=True):
                 token_ids[i] = token_id
+            self._sampled = {chunks[i].sequence: token_ids[i] for i in sampling}
             logprobs = {sampling[k]: Logprobs(sampled=entry) for k, entry in samples.logprobs.items()}
             for k in limits.refused:
                 token_ids[sampling[k]] = min(chunks[sampling[k]].sequence.stop_token_ids)
@@ -149,9 +157,7 @@ class Runner:
         starts = np.array([chunk.start for chunk in chunks])
         offsets = np.cumsum(lengths) - lengths
         positions = np.arange(lengths.sum()) + np.repeat(starts - offsets, lengths)
-        token_ids = np.concatenate(
-            [np.asarray(c.sequence.token_ids[c.start : c.start + c.num_tokens], dtype=np.int64) for c in chunks]
-        )
+        token_ids = np.concatenate([np.asarray(self._token_ids(chunk), dtype=np.int64) for chunk in chunks])
         tables = [np.asarray(chunk.sequence.block_ids, dtype=np.int64) for chunk in chunks]
         # One long table of all sequences' blocks: sequence i's part starts at bases[i].
         sizes = np.array([len(table) for table in tables])
@@ -160,6 +166,11 @@ class Runner:
         attention = plan_attention(self.kv, lengths.tolist(), (starts + lengths).tolist(), tables, self._cpu)
         slots = Slots(self._tensor(blocks), self._tensor(positions % self._block_size))
         return Batch(self._tensor(token_ids), self._tensor(positions), slots, attention), offsets.tolist()
+
+    def _token_ids(self, chunk: Chunk) -> list[int]:
+        """The chunk's tokens. One that its sequence does not have yet is what the last step sampled."""
+        known = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+        return known or [self._sampled[chunk.sequence]]
 
     def _tensor(self, values: np.ndarray[tuple[int], np.dtype[np.int64]]) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)

@@ -128,6 +128,7 @@ class WorkerCore:
                 max_model_len=runner.description.max_model_len,
                 block_size=runner.description.block_size,
                 settings=settings.scheduler,
+                plans_ahead=_plans_ahead(settings),
             )
         )
         self.loop = StepLoop(self.scheduler, runner, self, clock, failed, settings.idle_report_s)
@@ -480,3 +481,9 @@ class LendingDoor(worker_pb2_grpc.HandoffServicer):
         async with aclosing(lending.Watch(requests, context)) as messages:
             async for message in messages:
                 yield message
+
+
+def _plans_ahead(settings: WorkerSettings) -> bool:
+    """A CPU computes a step where it is launched, so there is nothing to be done meanwhile."""
+    wanted = settings.scheduler.async_scheduling
+    return wanted == "on" or (wanted == "auto" and settings.engine.device == "cuda")
