@@ -93,7 +93,8 @@ async def test_workers_that_go_from_role_to_role_lose_no_request_and_alter_none(
     """Two workers go round in a ring of roles, at random times and with random patience; two others stay."""
     random = Random(seed)
     settings = RouterSettings(port=0, binding=binding)
-    async with cluster_of(paper_dir, prefill=2, decode=2, router_settings=settings) as small:
+    scheduler = SchedulerSettings(max_num_batched_tokens=128, async_scheduling=random.choice(("on", "off")))
+    async with cluster_of(paper_dir, prefill=2, decode=2, router_settings=settings, scheduler=scheduler) as small:
         seats = {name: small.seats[name] for name in ("prefill-0", "decode-0")}
         pools = {name: seat.runner.kv.data_ptr() for name, seat in seats.items()}
         incarnations = [seat.description.incarnation for seat in small.members()]
