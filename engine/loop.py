@@ -1,20 +1,26 @@
-"""The step loop of a worker: plan, run, commit, on one plain thread.
+"""The step loop of a worker: plan, launch, commit, on one plain thread.
 
 Owns: the thread, the order of things inside one step, and the inbox through which other threads reach the scheduler.
 Refuses to know: gRPC, connectors, what becomes of a token. Nothing here waits on a wire.
 
     other threads --call(command)--> inbox --+
                                              v
-          +--> commands -> plan -> revoke, reserve -> run -> commit -> listener --+
-          +--------------------------- (idle: wait for a command) <---------------+
+          +--> commands -> plan -> revoke, reserve -> launch -> read -> commit -> listener --+
+          +------------------------------ (idle: wait for a command) <----------------------+
+
+Where the scheduler plans ahead, a step is launched before the one before it is read, so a device that computes by
+itself never waits for a plan:
+
+    launch 1 | launch 2  read 1  commit 1 | launch 3  read 2  commit 2 | ...
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from baton.engine.clock import Clock
 from baton.scheduler.plan import Emitted, Progressed, Step, StepResult
@@ -22,10 +28,36 @@ from baton.scheduler.scheduler import Scheduler
 from baton.scheduler.sequence import Sequence
 
 
-class StepRunner(Protocol):
-    """Computes a step."""
+class Launched(Protocol):
+    """A step whose computation has begun."""
 
-    def run(self, step: Step) -> StepResult: ...
+    def read(self) -> StepResult:
+        """Waits for its end. Called once, in the order of the launches."""
+        ...
+
+
+class Computed(NamedTuple):
+    """A step that was over when its launch returned."""
+
+    result: StepResult
+
+    def read(self) -> StepResult:
+        return self.result
+
+
+class StepRunner(Protocol):
+    """Computes steps, one after the other.
+
+    A token of a chunk that its sequence does not have yet is the one that the launch before sampled for it.
+    """
+
+    def launch(self, step: Step) -> Launched: ...
+
+
+class _Flight(NamedTuple):
+    step: Step
+    launched: Launched
+    begun_s: float
 
 
 class StepListener(Protocol):
@@ -68,11 +100,14 @@ class StepLoop:
         self._clock = clock
         self._failed = failed
         self._idle_s = idle_s
+        self._depth = 2 if scheduler.config.plans_ahead else 1
+        self._flights: deque[_Flight] = deque()
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
         self.step_s = 0.0
         self.last_step_s = 0.0
+        self._last_end_s = 0.0
         self.last_turn_s = clock()
 
     def start(self) -> None:
@@ -109,18 +144,31 @@ class StepLoop:
             return
 
     def _turn(self, now: float) -> bool:
-        """One step; returns whether anything happened that may let the next plan do more."""
+        """Launches a step, if there is one, and reads one, if enough are in flight or nothing else is to be done.
+
+        Returns whether anything happened that may let the next plan do more.
+        """
         step = self._scheduler.plan(now)
         for sequence in step.preempted:
             self._listener.preempted(sequence)
         for sequence in step.reserved:
             self._listener.reserved(sequence)
-        if not step.chunks:
+        if step.chunks:
+            self._flights.append(_Flight(step, self._runner.launch(step), now))
+            if len(self._flights) < self._depth:
+                return True
+        elif not self._flights:
             self._listener.idle(now)
             return bool(step.preempted or step.reserved)
-        result = self._runner.run(step)
+        self._read()
+        return True
+
+    def _read(self) -> None:
+        """Takes in the oldest step in flight. Its time begins with its launch, or with the end of the one before."""
+        step, launched, begun_s = self._flights.popleft()
+        result = launched.read()
         end = self._clock()
-        self.last_step_s = end - now
+        self.last_step_s = end - max(begun_s, self._last_end_s)
+        self._last_end_s = end
         self.step_s += 0.2 * (self.last_step_s - self.step_s)
         self._listener.committed(step, result, self._scheduler.commit(step, result, end), end)
-        return True

@@ -21,6 +21,7 @@ from baton.engine.checkpoint import model_name
 from baton.engine.description import ModelDescription
 from baton.engine.grammar import NO_LIMITS, Constrained, Grammars
 from baton.engine.group import Alone
+from baton.engine.loop import Computed
 from baton.engine.parallel import Ranks
 from baton.engine.part import ModelPart
 from baton.engine.sampler import Row, sample, token_logprobs
@@ -28,6 +29,7 @@ from baton.engine.step_inputs import Numbers, StepInputs
 from baton.proto.messages import TokenLogprob
 from baton.proto.settings import EngineSettings
 from baton.scheduler.plan import Chunk, Logprobs, Step, StepResult
+from baton.scheduler.sequence import Sequence as ScheduledSequence
 
 _MASKS_S = 60.0  # the library bounds its work; one that hangs must not hang the worker
 _PROMPT_ROWS = 256  # rows of prompt logits that are in memory at a time
@@ -59,9 +61,14 @@ class Runner:
             num_blocks=len(part.kv),
             kv_bytes_per_token=kv_cache.kv_bytes_per_token(config, part.dtype),
         )
+        self._sampled: dict[ScheduledSequence, int] = {}
         self._grammars = Grammars(part.path, config.vocab_size, config.eos_token_ids, settings.threads)
         if ranks is not None:
             ranks.wait_ready()
+
+    def launch(self, step: Step) -> Computed:
+        """Computes a step; see `run`. On a CPU it is over when this returns."""
+        return Computed(self.run(step))
 
     @torch.inference_mode()
     def run(self, step: Step) -> StepResult:
@@ -102,6 +109,7 @@ class Runner:
             samples = sample(logits, [_row(chunks[i]) for i in sampling], limits.mask)
             for i, token_id in zip(sampling, samples.token_ids, strict=True):
                 token_ids[i] = token_id
+            self._sampled = {chunks[i].sequence: token_ids[i] for i in sampling}
             logprobs = {sampling[k]: Logprobs(sampled=entry) for k, entry in samples.logprobs.items()}
             for k in limits.refused:
                 token_ids[sampling[k]] = min(chunks[sampling[k]].sequence.stop_token_ids)
@@ -116,12 +124,15 @@ class Runner:
     def _inputs(self, chunks: Sequence[Chunk], rows: Numbers, counts: Sequence[int]) -> StepInputs:
         """The chunks' numbers on one axis."""
         lengths = np.array([chunk.num_tokens for chunk in chunks])
-        token_ids = np.concatenate(
-            [np.asarray(c.sequence.token_ids[c.start : c.start + c.num_tokens], dtype=np.int64) for c in chunks]
-        )
+        token_ids = np.concatenate([np.asarray(self._token_ids(chunk), dtype=np.int64) for chunk in chunks])
         context_lens = lengths + np.array([chunk.start for chunk in chunks])
         tables = [np.asarray(chunk.sequence.block_ids, dtype=np.int64) for chunk in chunks]
         return StepInputs(token_ids, lengths, context_lens, tables, rows, counts)
+
+    def _token_ids(self, chunk: Chunk) -> list[int]:
+        """The chunk's tokens. One that its sequence does not have yet is what the last step sampled."""
+        known = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+        return known or [self._sampled[chunk.sequence]]
 
     def _prompt_logprobs(self, chunk: Chunk, hidden_RE: torch.Tensor) -> tuple[TokenLogprob, ...]:
         count = chunk.sequence.sampling.prompt_logprobs or 0

@@ -164,6 +164,7 @@ class WorkerCore:
                 max_model_len=runner.description.max_model_len,
                 block_size=runner.description.block_size,
                 settings=settings.scheduler,
+                plans_ahead=_plans_ahead(settings),
             )
         )
         self.loop = StepLoop(self.scheduler, runner, self, clock, failed, settings.idle_report_s)
@@ -462,3 +463,9 @@ class WorkerCore:
             preemptions=sequence.num_preemptions,
             connector=self._connector_name if sequence.request.leg is Leg.DECODE else "",
         )
+
+
+def _plans_ahead(settings: WorkerSettings) -> bool:
+    """A CPU computes a step where it is launched, so there is nothing to be done meanwhile."""
+    wanted = settings.scheduler.async_scheduling
+    return wanted == "on" or (wanted == "auto" and settings.engine.device == "cuda")

@@ -28,7 +28,8 @@ def one_of(default: str, choices: Sequence[str]) -> Any:
 class SchedulerSettings:
     """Budgets and policies of one worker's scheduler.
 
-    `long_prefill_token_threshold` caps one sequence's chunk; 0 is off.
+    `long_prefill_token_threshold` caps one sequence's chunk; 0 is off. `async_scheduling`: whether a step is planned
+    while another runs; `auto` does so on a GPU.
     """
 
     max_num_batched_tokens: int = bounded(2048, minimum=1)
@@ -37,6 +38,7 @@ class SchedulerSettings:
     prefix_cache: bool = True
     policy: str = one_of("fcfs", ("fcfs", "priority", "deadline"))
     preemption: str = one_of("recompute", ("recompute",))
+    async_scheduling: str = one_of("auto", ("auto", "on", "off"))
 
 
 @dataclass(frozen=True, slots=True)

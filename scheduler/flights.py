@@ -35,6 +35,9 @@ class StepsInFlight:
     def __init__(self) -> None:
         self._flights: dict[int, Flight] = {}
 
+    def __len__(self) -> int:
+        return len(self._flights)
+
     def begin(self, step: Step) -> None:
         self._flights[step.number] = Flight(step)
 

@@ -18,7 +18,8 @@ class Chunk(NamedTuple):
     """Tokens [start, start + num_tokens) of one sequence, to be computed in one step.
 
     The engine reads `sequence.token_ids`, `sequence.block_ids` and `sequence.sampling`, and writes to none of them.
-    `samples`: the chunk reaches the sequence's last token, so its logits choose the next one.
+    `samples`: the chunk reaches the sequence's last token, so its logits choose the next one. Where a step is planned
+    while another runs, that last token may be one that the other samples: `start` is then beyond `sequence.token_ids`.
     """
 
     sequence: Sequence

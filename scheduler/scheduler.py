@@ -45,13 +45,17 @@ MAX_UNCACHED_BLOCKS = 2
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The limits of one worker. `settings.policy` is the name of a module in `baton.scheduler.policies`."""
+    """The limits of one worker. `settings.policy` is the name of a module in `baton.scheduler.policies`.
+
+    `plans_ahead`: a step is planned while another runs, whose sampled tokens it may compute before anybody knows them.
+    """
 
     role: Role
     num_blocks: int
     max_model_len: int
     block_size: int = 16
     settings: SchedulerSettings = field(default_factory=SchedulerSettings)
+    plans_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,14 +223,14 @@ class Scheduler:
     def plan(self, now: float) -> Step:
         """Decides what to compute next: first who runs, in order, then who waits, if no blocks were short."""
         offered = budget = self.config.settings.max_num_batched_tokens
-        block_size = self._block_size
+        block_size, ahead = self._block_size, self.config.plans_ahead
         chunks: list[Chunk] = []
         preempted: list[Sequence] = []
         reserved: list[Sequence] = []
         short_of_blocks = budget_cut = False
         for sequence in self._running.sequences:  # `_grow` may shorten it, but only behind `sequence`
             start = sequence.num_computed_tokens
-            end = length = len(sequence.token_ids)
+            end = length = len(sequence.token_ids) + sequence.num_pending_tokens
             if end - start != 1 or not budget:
                 end = self._chunk_end(start, length, budget)
                 budget_cut = budget_cut or budget < min(length - start, self._chunk_limit)
@@ -238,6 +242,8 @@ class Scheduler:
             sequence.num_computed_tokens = end
             budget -= end - start
             chunks.append(Chunk(sequence, start, end - start, end == length))
+            if ahead and end == length:
+                self._look_ahead(sequence, length)
             if sequence.num_queued_tokens:
                 self._count_prompt_tokens(sequence, start, end)
         if self._landed:
@@ -270,6 +276,8 @@ class Scheduler:
                 continue
             token_ids = sequence.token_ids
             token_ids.append(token)
+            if sequence.num_pending_tokens:
+                sequence.num_pending_tokens -= 1
             num_sampled += 1
             finish = None
             if token in sequence.stop_token_ids or len(token_ids) >= sequence.max_total_tokens:
@@ -350,11 +358,22 @@ class Scheduler:
             end = self._chunk_end(start, length, budget)
             budget_cut = budget < min(length - start, self._chunk_limit)
             chunks.append(Chunk(sequence, start, end - start, end == length))
+            if self.config.plans_ahead and end == length:
+                self._look_ahead(sequence, length)
             self._running.add(sequence)
             self._running_context_tokens += start
             self._count_prompt_tokens(sequence, start, end)
             sequence.num_computed_tokens = end
             budget = 0 if budget_cut else budget - (end - start)
+
+    def _look_ahead(self, sequence: Sequence, length: int) -> None:
+        """Lets the next step compute the token that this one samples after `length` tokens, if it must come to that.
+
+        A stop token may still end the sequence before: the next step's part in it is then dropped at its commit.
+        """
+        goes_on = length + 1 < sequence.max_total_tokens and sequence.leg is not Leg.PREFILL
+        if goes_on and not sequence.reads_its_output:
+            sequence.num_pending_tokens += 1
 
     def _hold_blocks(self, sequence: Sequence, receives: bool) -> bool:
         """Gives a sequence blocks for all its known tokens and one to come, the prefix cache's first; False if short.
@@ -432,7 +451,8 @@ class Scheduler:
         self._give_back(sequence)
         sequence.move_to(State.PREEMPTED)
         sequence.num_preemptions += 1
-        sequence.num_lost_tokens = max(sequence.num_lost_tokens, lost)
+        sequence.num_lost_tokens = max(sequence.num_lost_tokens, min(lost, length))
+        sequence.num_pending_tokens = 0
         self._queued_tokens += length - sequence.num_queued_tokens
         sequence.num_queued_tokens = length
         sequence.num_computed_tokens = 0
@@ -558,7 +578,8 @@ class Scheduler:
 
     def _check_sequence(self, sequence: Sequence) -> None:
         room = len(sequence.block_ids) * self._block_size
-        assert 0 <= sequence.num_computed_tokens <= len(sequence.token_ids), sequence
+        assert 0 <= sequence.num_pending_tokens <= max(0, len(self._in_flight)), sequence
+        assert 0 <= sequence.num_computed_tokens <= len(sequence.token_ids) + sequence.num_pending_tokens, sequence
         if sequence.state in (State.EXPECTED, State.WAITING, State.PREEMPTED):
             assert not sequence.block_ids, sequence
             assert not sequence.num_computed_tokens, sequence

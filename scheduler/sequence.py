@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from baton.proto.messages import FinishReason, Leg, Request
+from baton.proto.messages import FinishReason, Leg, Request, Sampling
 
 
 class State(Enum):
@@ -64,6 +64,8 @@ class Sequence:
     `num_cached_tokens` counts what its first admission found in the prefix cache; the first `num_cached_blocks` blocks
     are known to the prefix cache. Of the tokens that it had when it last began to wait, `num_queued_tokens` are still
     to be computed; those below `num_lost_tokens` were computed before a preemption. `max_total_tokens` ends it.
+    `num_pending_tokens` further tokens will have been sampled by steps in flight: a step may compute them already,
+    unless it `reads_its_output`: then the choice of a token needs all tokens before it, and not only their KV.
     Times are seconds on the worker's own clock, None until the moment has come.
     """
 
@@ -81,12 +83,14 @@ class Sequence:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_lost_tokens",
+        "num_pending_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_queued_tokens",
         "num_recomputed_tokens",
         "num_transferred_tokens",
         "prefix_hashes",
+        "reads_its_output",
         "request",
         "sampling",
         "sequence_id",
@@ -103,6 +107,7 @@ class Sequence:
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
         self.arrival_number = arrival_number
         self.num_prompt_tokens = request.num_prompt_tokens
+        self.reads_its_output = _reads_output(request.sampling)
         self.token_ids = list(request.token_ids)
         self.max_total_tokens = request.num_prompt_tokens + request.sampling.max_tokens
         self.block_ids: list[int] = []
@@ -113,6 +118,7 @@ class Sequence:
         self.num_transferred_tokens = 0
         self.num_queued_tokens = 0 if request.leg is Leg.DECODE else len(request.token_ids)
         self.num_lost_tokens = 0
+        self.num_pending_tokens = 0
         self.num_recomputed_tokens = 0
         self.num_preemptions = 0
         self.state = State.EXPECTED if request.leg is Leg.DECODE else State.WAITING
@@ -146,3 +152,8 @@ class Sequence:
             f"Sequence({self.sequence_id}, {self.state.value}, computed {self.num_computed_tokens} of "
             f"{len(self.token_ids)}, {len(self.block_ids)} blocks)"
         )
+
+
+def _reads_output(sampling: Sampling) -> bool:
+    penalties = (sampling.repetition_penalty - 1.0, sampling.presence_penalty, sampling.frequency_penalty)
+    return any(penalties) or bool(sampling.grammar)

@@ -17,8 +17,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.engine.description import ModelDescription
+from baton.engine.loop import Computed
 from baton.proto.messages import KvGeometry
-from baton.scheduler.plan import Step, StepResult
+from baton.scheduler.plan import Chunk, Step, StepResult
+from baton.scheduler.sequence import Sequence
 
 VOCAB_SIZE = 300
 EOS = 299
@@ -74,20 +76,35 @@ class PaperRunner:
         self._block_size = block_size
         self._seconds_per_token = seconds_per_token
         self._step_s = step_s
+        self._sampled: dict[Sequence, int] = {}
+
+    def launch(self, step: Step) -> Computed:
+        return Computed(self.run(step))
 
     def run(self, step: Step) -> StepResult:
         for sequence, start, num_tokens, _ in step.chunks:
             positions = np.arange(start, start + num_tokens)
             blocks = np.asarray(sequence.block_ids)[positions // self._block_size]
-            self._cells[blocks, 0, positions % self._block_size] = sequence.token_ids[start : start + num_tokens]
+            token_ids = self._tokens(sequence, start + num_tokens)[start:]
+            self._cells[blocks, 0, positions % self._block_size] = token_ids
             self._cells[blocks, 1, positions % self._block_size] = positions
         pause_s = self._step_s + self._seconds_per_token * step.num_tokens
         if pause_s:
             time.sleep(pause_s)
-        return StepResult([self._sample(chunk.sequence) if chunk.samples else -1 for chunk in step.chunks])
+        token_ids = [self._sample(chunk) if chunk.samples else -1 for chunk in step.chunks]
+        self._sampled = {
+            chunk.sequence: token_id for chunk, token_id in zip(step.chunks, token_ids, strict=True) if chunk.samples
+        }
+        return StepResult(token_ids)
 
-    def _sample(self, sequence: object) -> int:
-        tokens, block_ids = sequence.token_ids, sequence.block_ids  # type: ignore[attr-defined]
+    def _tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """The first tokens of a sequence; one that it does not have yet is what the last step sampled."""
+        tokens = sequence.token_ids[:num_tokens]
+        return tokens if len(tokens) == num_tokens else [*tokens, self._sampled[sequence]]
+
+    def _sample(self, chunk: Chunk) -> int:
+        sequence, block_ids = chunk.sequence, chunk.sequence.block_ids
+        tokens = self._tokens(sequence, chunk.start + chunk.num_tokens)
         positions = np.arange(len(tokens))
         blocks = np.asarray(block_ids)[positions // self._block_size]
         read = self._cells[blocks, 0, positions % self._block_size]
@@ -95,7 +112,11 @@ class PaperRunner:
         if not np.array_equal(read, tokens) or not np.array_equal(places, positions):
             wrong = int(np.argmax((read != np.asarray(tokens)) | (places != positions)))
             self.errors.append(f"{sequence}: token {wrong} of {len(tokens)} is not in its place")
-        return paper_token(read)
+        return self._choose(sequence, tokens)
+
+    def _choose(self, sequence: Sequence, context: list[int]) -> int:
+        """The next token, when the context has been read back and found right."""
+        return paper_token(context)
 
 
 def write_paper_tokenizer(directory: Path) -> Path:

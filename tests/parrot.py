@@ -9,6 +9,8 @@ from pathlib import Path
 from paper_model import PaperRunner
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from baton.scheduler.sequence import Sequence
+
 VOCAB_SIZE = 420
 CORPUS = [
     "hello world, hello there. the quick brown fox jumps over the lazy dog",
@@ -42,10 +44,8 @@ class ParrotRunner(PaperRunner):
         super().__init__(**options)
         self.description = replace(self.description, vocab_size=VOCAB_SIZE, eos_token_ids=())
 
-    def _sample(self, sequence: object) -> int:
-        super()._sample(sequence)  # it reads the whole context back and lists what is not in its place
-        tokens, num_prompt = sequence.token_ids, sequence.num_prompt_tokens
-        return int(tokens[len(tokens) - num_prompt])
+    def _choose(self, sequence: Sequence, context: list[int]) -> int:
+        return context[len(context) - sequence.num_prompt_tokens]
 
 
 def write_parrot_tokenizer(directory: Path) -> Path:

@@ -94,7 +94,7 @@ class SmallCluster:
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            print(self.describe())
+            print(self.describe(), *map(repr, self.failures), sep="\n")
         await self.channel.close()
         await self.server.close()
         for worker_id in list(self.seats):
@@ -194,14 +194,12 @@ class SmallCluster:
             ]
             if isinstance(seat.worker, DecodeWorker):
                 lines += [
-                    f"  hand-off {name} from {handoff.link.worker_id}: {vars(handoff.incoming)}"
+                    f"  hand-off {name} from {handoff.link.worker_id}: {_held(handoff.incoming)}"
                     for name, handoff in seat.worker._receiver._handoffs.items()
                 ]
             elif isinstance(seat.worker, PrefillWorker):
                 lender = seat.worker._lender
-                lines.append(
-                    f"  leases {vars(lender._table)}, early {lender._early}, watchers {list(lender._watchers)}"
-                )
+                lines.append(f"  {lender._table}, early {lender._early}, watchers {list(lender._watchers)}")
         return "\n".join(lines)
 
     async def counters(self) -> dict[str, object]:
@@ -210,3 +208,9 @@ class SmallCluster:
 
     async def status(self) -> cluster.ClusterStatus:
         return await self.cluster.GetStatus(cluster.GetStatusRequest())
+
+
+def _held(thing: object) -> dict[str, object]:
+    """An object's attributes, whether or not its class has slots."""
+    names = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+    return {name: getattr(thing, name) for name in names} | getattr(thing, "__dict__", {})

@@ -27,9 +27,8 @@ BLOCK = 16
 class SeededRunner(PaperRunner):
     """A paper model that samples: its next token depends on the seed too."""
 
-    def _sample(self, sequence) -> int:
-        super()._sample(sequence)
-        return seeded_token(sequence.token_ids, sequence.sampling.seed)
+    def _choose(self, sequence, context) -> int:
+        return seeded_token(context, sequence.sampling.seed)
 
 
 def seeded_token(context: list[int], seed: int) -> int:

@@ -35,12 +35,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority", "deadline"]),
         role=st.sampled_from(Role),
+        ahead=st.booleans(),
     )
-    def build(self, pool_tokens, block_size, budget, max_num_seqs, threshold, prefix_cache, policy, role):
+    def build(self, pool_tokens, block_size, budget, max_num_seqs, threshold, prefix_cache, policy, role, ahead):
         scheduler_settings = SchedulerSettings(budget, max_num_seqs, threshold, prefix_cache, policy)
         self.block_size = block_size
         num_blocks = pool_tokens // block_size
-        self.scheduler = Scheduler(SchedulerConfig(role, num_blocks, 24, block_size, scheduler_settings))
+        self.scheduler = Scheduler(SchedulerConfig(role, num_blocks, 24, block_size, scheduler_settings, ahead))
         self.leg = {Role.PREFILL: Leg.PREFILL, Role.DECODE: Leg.DECODE, Role.COLOCATED: Leg.WHOLE}[role]
         self.kv = [[None] * block_size for _ in range(num_blocks)]
         self.in_flight = deque()  # (step, the blocks of each chunk's sequence)
@@ -63,6 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_tokens=data.draw(st.sampled_from([12, 1, 2, 5, 9, 16]), "max_tokens"),
                 min_tokens=data.draw(st.sampled_from([0, 0, 4]), "min_tokens"),
                 stop_token_ids=(STOP_TOKEN,),
+                presence_penalty=data.draw(st.sampled_from([0.0, 0.0, 0.5]), "presence_penalty"),
                 prompt_logprobs=data.draw(st.sampled_from([None, None, None, 1]), "prompt_logprobs"),
             ),
             leg=leg,
