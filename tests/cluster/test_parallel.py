@@ -122,8 +122,11 @@ def pid_of_prefill(cluster: Any) -> int | None:
 
 def further_ranks() -> set[int]:
     """Processes of ranks other than 0, by the name that Ray gives them, among this process's descendants."""
-    return {
-        process.pid
-        for process in psutil.Process().children(recursive=True)
-        if process.status() != psutil.STATUS_ZOMBIE and "RankHost" in " ".join(process.cmdline())
-    }
+    return {process.pid for process in psutil.Process().children(recursive=True) if is_further_rank(process)}
+
+
+def is_further_rank(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and "RankHost" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
