@@ -222,12 +222,12 @@ class Channel:
                 return None
         return message
 
-    def require_open(self) -> None:
-        """Raises ChannelLost if the peer has closed the connection or is dead."""
+    @property
+    def hung_up(self) -> bool:
+        """Whether the peer has closed the connection or is dead; what it sent before may still be unread."""
         poll = select.poll()
         poll.register(self._socket, select.POLLRDHUP)
-        if poll.poll(0):
-            raise ChannelLost("the connection is closed")
+        return bool(poll.poll(0))
 
     def hang_up(self) -> None:
         """Ends the connection; a thread that waits for a message on it gets ChannelLost."""

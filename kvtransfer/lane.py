@@ -7,7 +7,7 @@ between a pool and a slot. Refuses to know: pulls, requests, peers' names. The s
 
 A group belongs to one connection and ends with it: a group in which one operation has failed is of no use any more.
 Bytes arrive in slots only, so whoever gives a transfer up need not wait for the wire: nothing is scattered any more.
-One thread uses a lane. Its waits end with the peer's death or with the time limit that the lane was made with.
+One thread uses a lane. Its waits end with the peer's death or with a time limit, and with nothing else.
 
 gloo moves host memory over TCP; a pool on a GPU is gathered into pinned memory for it. NCCL moves between two GPUs and
 refuses one GPU twice. It does not see that a peer on the same machine has died, so waits here look at the channel.
@@ -15,7 +15,9 @@ refuses one GPU twice. It does not see that a peer on the same machine has died,
 
 from __future__ import annotations
 
+import atexit
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -34,8 +36,12 @@ SOURCE, READER = 0, 1
 NUM_SLOTS = 3  # one fills at the source while one travels and one is emptied at the reader
 _HOST_SLOT_BYTES = 4 << 20
 _GPU_SLOT_BYTES = 16 << 20
+_GLOO_OPEN_S = 5.0
+_GLOO_OPEN_STEPS = 5  # gloo waits for the other end's connection for as many times the limit that it is given
+_GLOO_WAIT_S = 10.0  # for one message; nothing else ends a wait in gloo, so the most that an exit may have to wait
 _NCCL_OPEN_S = 30.0  # the first communicator of a process loads kernels and probes the machine
 _NCCL_POLL_S = 0.0002
+_EXIT_WAIT_S = 15.0
 _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else torch ends the process when an operation outlasts its time limit
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -131,7 +137,7 @@ def slot_blocks(lane: str, pool: KvPool) -> int:
 
 def opening_s(lane: str, timeout_s: float) -> float:
     """How long a lane may take to open."""
-    return max(timeout_s, _NCCL_OPEN_S) if lane == "nccl" else timeout_s
+    return max(timeout_s, _NCCL_OPEN_S) if lane == "nccl" else min(timeout_s, _GLOO_OPEN_S)
 
 
 def require_gloo() -> None:
@@ -161,11 +167,12 @@ class GlooLane:
 
     def __init__(self, meeting: _Meeting, channel: Channel, rank: int, pool: KvPool, timeout_s: float) -> None:
         on_gpu = pool.tensor.is_cuda
+        self._limit = timedelta(seconds=min(timeout_s, _GLOO_WAIT_S))
         with _translated("opening gloo"):
             options = _torch_distributed.ProcessGroupGloo._Options()
             options._devices = [_torch_distributed.ProcessGroupGloo.create_device(hostname=channel.own_host)]
             options._threads = 1  # for collectives, of which there are none
-            options._timeout = timedelta(seconds=timeout_s)
+            options._timeout = timedelta(seconds=opening_s("gloo", timeout_s) / _GLOO_OPEN_STEPS)
             self._group: Any = _torch_distributed.ProcessGroupGloo(meeting, rank, 2, options)
             shape = (slot_blocks("gloo", pool), *pool.tensor.shape[1:])
             self._slots = [
@@ -190,10 +197,11 @@ class GlooLane:
 
     def wait(self, moving: Moving) -> None:
         with _translated("gloo"):
-            moving.work.wait()
+            moving.work.wait(self._limit)
 
     def close(self) -> None:
-        self._group = None  # the last reference: the group's own end closes its connection
+        with _translated("ending gloo"):
+            self._group = None  # the last reference: the group's own end closes its connection
         self._slots = []  # after the group, whose thread may be reading or writing them until then
 
 
@@ -239,7 +247,8 @@ class NcclLane:
         deadline = time.monotonic() + limit_s
         with _translated("NCCL"):
             while not moving.arrived.query():
-                self._channel.require_open()
+                if self._channel.hung_up:
+                    raise ConnectorError("NCCL: the peer has hung up")
                 if time.monotonic() > deadline:
                     raise ConnectorError(f"NCCL: no message within {limit_s:.1f} s")
                 time.sleep(_NCCL_POLL_S)
@@ -249,7 +258,7 @@ class NcclLane:
         """Aborts: an orderly end would wait for the peer."""
         with _translated("ending NCCL"):
             self._group.abort()
-        self._group = None
+            self._group = None
         self._slots = []
 
     def _start(self, move: Any, slot: Slot, num_blocks: int, peer: int) -> Moving:
@@ -305,10 +314,44 @@ class _Meeting(_Store):  # type: ignore[misc]
         return self
 
 
+class _Calls:
+    """Which threads are inside torch.distributed.
+
+    A thread that comes back from there while the interpreter ends takes the process down with an abort. So they are
+    waited for at exit, when each has a time limit, and no other is let in.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._ended = False
+        atexit.register(self._end)
+
+    def __enter__(self) -> None:
+        with self._changed:
+            while self._ended:
+                self._changed.wait()
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()
+
+    def _end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.wait_for(lambda: not self._inside, _EXIT_WAIT_S)
+
+
+_CALLS = _Calls()
+
+
 @contextmanager
 def _translated(doing: str) -> Iterator[None]:
-    """torch reports every failure of a group as a RuntimeError of one kind or another."""
+    """Around every call of torch.distributed. It reports each failure as a RuntimeError of one kind or another."""
     try:
-        yield
+        with _CALLS:
+            yield
     except RuntimeError as error:
         raise ConnectorError(f"{doing}: {str(error).splitlines()[0]}") from error

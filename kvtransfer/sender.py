@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 
 from baton.kvtransfer.address import geometry_digest
 from baton.kvtransfer.channel import Channel, ChannelLost, Hello, Refused, Request, Sending, Wake, Welcome
@@ -27,6 +28,12 @@ _BACKLOG = 128
 _NO_ACCEPT_S = 0.1
 
 
+@dataclass(slots=True, eq=False)
+class _Reader:
+    channel: Channel
+    opening: bool = False
+
+
 class Sender:
     """Serves the pool from its constructor's end to `close`. `name` is what readers must ask for."""
 
@@ -35,7 +42,7 @@ class Sender:
         self._name = name
         self._settings = settings
         self._lock = threading.Lock()
-        self._readers: dict[threading.Thread, Channel] = {}
+        self._readers: dict[threading.Thread, _Reader] = {}
         self._closed = False
         self._wake = Wake()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -56,8 +63,9 @@ class Sender:
         with self._lock:
             self._closed = True
             readers = list(self._readers)
-            for channel in self._readers.values():
-                channel.hang_up()
+            for reader in self._readers.values():
+                if not reader.opening:  # one whose lane opens is left to open it first: neither end can break off
+                    reader.channel.hang_up()
         self._wake.ring()
         for thread in (self._listener, *readers):
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -82,26 +90,31 @@ class Sender:
             time.sleep(_NO_ACCEPT_S)
             return
         with self._lock:
+            self._readers = {thread: reader for thread, reader in self._readers.items() if thread.is_alive()}
             if self._closed or len(self._readers) >= _MAX_READERS:
                 channel.close()
                 return
-            thread = threading.Thread(target=self._serve, args=(channel,), name="kv-send", daemon=True)
-            self._readers[thread] = channel
+            reader = _Reader(channel)
+            thread = threading.Thread(target=self._serve, args=(reader,), name="kv-send", daemon=True)
+            self._readers[thread] = reader
             thread.start()
 
-    def _serve(self, channel: Channel) -> None:
+    def _serve(self, reader: _Reader) -> None:
+        channel = reader.channel
         lane: Lane | None = None
         try:
             kind = self._welcome(channel)
             limit_s, interface = self._settings.peer_timeout_s, self._settings.network_device
+            self._mark(reader, opening=True)
+            channel.send(Welcome(kind))
             lane = open_lane(kind, channel, SOURCE, self._pool, limit_s, interface)
+            self._mark(reader, opening=False)
             self._answer(channel, lane)
         except ConnectorError:
             pass  # the reader knows: it was told, or sees the connection end, and reports it
         finally:
             with self._lock:
-                self._readers.pop(threading.current_thread())
-            channel.close()
+                channel.close()
             if lane is not None:
                 lane.close()
 
@@ -113,9 +126,14 @@ class Sender:
         if refusal := self._refusal(hello):
             channel.send(Refused(refusal))
             raise ConnectorError(refusal)
-        kind = choose_lane(gpu_of(self._pool), hello.gpu)
-        channel.send(Welcome(kind))
-        return kind
+        return choose_lane(gpu_of(self._pool), hello.gpu)
+
+    def _mark(self, reader: _Reader, *, opening: bool) -> None:
+        """Raises ConnectorError if the sender is closed."""
+        with self._lock:
+            if self._closed:
+                raise ConnectorError("the connector is closed")
+            reader.opening = opening
 
     def _refusal(self, hello: Hello) -> str:
         geometry = geometry_digest(self._pool.geometry)

@@ -99,7 +99,7 @@ class NcclConnector:
         with self._lock:
             peers = list(self._peers.values())
         for peer in peers:
-            peer.give_up_if_silent(now)
+            peer.give_up_if_gone(now)
         return self._outcomes.drain()
 
     def forget(self, peer: str) -> None:
@@ -213,6 +213,7 @@ class _Peer:
         self._reads = deque([first])
         self._writing: _Read | None = None
         self._channel: Channel | None = None
+        self._opening = False
         self._limit_s = settings.peer_timeout_s
         self._progressed_at = time.monotonic()
         self._wake = Wake()
@@ -242,12 +243,21 @@ class _Peer:
         self._wake.ring()
         return True
 
-    def give_up_if_silent(self, now: float) -> None:
+    def give_up_if_gone(self, now: float) -> None:
+        """Gives the peer up if it keeps a read waiting, or has hung up while a library holds the thread."""
         if self._reads and now - self._progressed_at > self._limit_s:
             self.give_up(f"silent for {now - self._progressed_at:.1f} s")
+        if self._opening:
+            with self._lock:
+                gone = self._channel is not None and self._channel.hung_up
+            if gone:
+                self.give_up("lost: it has hung up while the lane opened")
 
     def give_up(self, reason: str) -> None:
-        """Fails every read, and ends the thread as soon as no library holds it. Only the first reason counts."""
+        """Fails every read, and ends the thread as soon as no library holds it. Only the first reason counts.
+
+        A lane that opens is left to open first: its other end would wait for this one, in a call that nothing ends.
+        """
         with self._lock:
             if self._lost:
                 return
@@ -256,7 +266,7 @@ class _Peer:
                 read.failed = True
                 self._fail(read, self._lost, quiet=read is not self._writing)
             self._reads.clear()
-            if self._channel is not None:
+            if self._channel is not None and not self._opening:
                 self._channel.hang_up()
             self._wake.ring()
 
@@ -294,9 +304,13 @@ class _Peer:
             raise ConnectorError(f"refused: {answer.reason}")
         if not isinstance(answer, Welcome):
             raise ChannelLost(f"{answer} to Hello")
-        self._progressed(opening_s(answer.lane, limit_s))
+        self._progressed(opening_s(answer.lane, limit_s), opening=True)
         lane = open_lane(answer.lane, channel, READER, self._pool, limit_s, self._settings.network_device)
-        self._progressed(limit_s)
+        try:
+            self._progressed(limit_s, opening=False)
+        except ConnectorError:
+            lane.close()
+            raise
         return lane
 
     def _read(self, channel: Channel, lane: Lane) -> None:
@@ -377,11 +391,12 @@ class _Peer:
         if self._lost:
             raise ConnectorError(self._lost)
 
-    def _progressed(self, limit_s: float) -> None:
+    def _progressed(self, limit_s: float, *, opening: bool) -> None:
         with self._lock:
             self._require_kept()
             self._progressed_at = time.monotonic()
             self._limit_s = limit_s
+            self._opening = opening
 
     def _fail(self, read: _Read, reason: str, *, quiet: bool) -> None:
         self._outcomes.failed(read.pull.pull_id, f"peer {self._name}: {reason}", quiet=quiet)
