@@ -83,7 +83,7 @@ class TransferSettings:
     is given up. `transport`: UCX_TLS for the nixl connector, empty lets UCX choose.
     """
 
-    connector: str = one_of("nixl", ("nixl", "local"))
+    connector: str = one_of("nixl", ("nixl", "nccl", "local"))
     checksums: str = one_of("off", ("off", "sampled", "always"))
     lease_s: float = bounded(10.0, minimum=0.2)
     heartbeat_s: float = bounded(0.25, minimum=0.01)

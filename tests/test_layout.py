@@ -43,6 +43,7 @@ NOT_IN_SCHEDULER = {"torch", "time", "datetime", "asyncio", "threading", "loggin
 NOT_ON_A_VIRTUAL_CLOCK = {"torch", "time", "ray", "grpc", "aiohttp"}  # in what capacity runs of the router
 ENVIRONMENT_USERS = {
     "engine/checkpoint.py",  # where the cache directory is
+    "kvtransfer/lane.py",  # what NCCL and torch read when a group opens
     "kvtransfer/nixl_agent.py",  # what UCX and NIXL read when they are loaded
     "router/fleet.py",  # what Ray reads when it starts
 }

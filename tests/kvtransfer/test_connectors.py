@@ -11,7 +11,7 @@ import torch
 from baton.kvtransfer.address import PoolAddress
 from baton.kvtransfer.connector import ConnectorError, Pull, PullState
 
-CONNECTORS = ["local", "nixl"]
+CONNECTORS = ["local", "nixl", "nccl"]
 DECIDED = (PullState.FINISHED, PullState.FAILED)
 
 
