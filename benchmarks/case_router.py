@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +25,9 @@ from bars import Better, Measure, Row
 from case import Options
 from null_workers import Shape, closed, null_cluster, process
 from peers import rust_router
-from starlette.types import Receive, Scope, Send
 from streams import HTTP_CHUNK, Ask, Broken, Figures, HttpFace, Steps, Text, measure, sample_text
 
 from baton.engine.checkpoint import resolve_model
-from baton.router.http.server import HttpServer
 from baton.router.tokenizer import Tokenizer
 
 BAR = 0.5
@@ -118,65 +117,88 @@ async def _latency_us(side: Side, asks: Sequence[Ask]) -> float:
 async def _run_backend(pipe: Connection, shape: Shape) -> None:
     """An OpenAI-style server on two ports, one for each role, that says ready-made words at the steps of `shape`."""
     steps = Steps(shape) if shape.step_s else None
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await _answer(steps, scope, receive, send)
-
-    servers = [HttpServer(app) for _ in range(2)]
-    pipe.send([f"http://{await server.open('127.0.0.1', 0)}" for server in servers])
+    loop = asyncio.get_running_loop()
+    servers = [await loop.create_server(lambda: _Backend(steps), "127.0.0.1", 0, backlog=1024) for _ in range(2)]
+    pipe.send([f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers])
     await closed(pipe)
 
 
-async def _answer(steps: Steps | None, scope: Scope, receive: Receive, send: Send) -> None:
-    if scope["type"] != "http":
-        return
-    body, more = b"", True
-    while more:
-        part = await receive()
-        body += part.get("body", b"")
-        more = part.get("more_body", False)
-    if scope["method"] == "GET":
-        models = {"object": "list", "data": [{"id": "demo", "object": "model", "max_model_len": 8192}]}
-        await _send_json(send, models)
-        return
-    question = json.loads(body)
-    if not question.get("stream"):
-        await _send_json(send, PREFILLED)
-        return
-    headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    if steps is None:
-        for _ in range(question["max_tokens"]):
-            await send({"type": "http.response.body", "body": HTTP_CHUNK, "more_body": True})
-    else:
-        async for _ in steps.each(question["max_tokens"]):
-            await send({"type": "http.response.body", "body": HTTP_CHUNK, "more_body": True})
-    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+class _Backend(asyncio.Protocol):
+    """One connection, one request after the other. As little as possible, so that it is the router that is measured."""
+
+    def __init__(self, steps: Steps | None) -> None:
+        self._steps = steps
+        self._received = b""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        # The router sends head and body apart and waits for the head's acknowledgement, which Linux would delay.
+        self._transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+        self._received += data
+        head, separator, rest = self._received.partition(b"\r\n\r\n")
+        length = _content_length(head)
+        if not separator or len(rest) < length:
+            return
+        self._received = rest[length:]
+        if head.startswith(b"GET"):
+            self._transport.write(_json_answer({"object": "list", "data": [{"id": "demo", "object": "model"}]}))
+            return
+        question = json.loads(rest[:length])
+        if not question.get("stream"):
+            self._transport.write(PREFILLED)
+        elif self._steps is None:
+            self._transport.write(STREAM_HEAD + CHUNK * question["max_tokens"] + STREAM_END)
+        else:
+            task = asyncio.create_task(self._say(self._steps, question["max_tokens"]))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _say(self, steps: Steps, num_tokens: int) -> None:
+        self._transport.write(STREAM_HEAD)
+        async for _ in steps.each(num_tokens):
+            self._transport.write(CHUNK)
+        self._transport.write(STREAM_END)
 
 
-async def _send_json(send: Send, content: object) -> None:
+def _content_length(head: bytes) -> int:
+    for line in head.split(b"\r\n")[1:]:
+        name, _, value = line.partition(b":")
+        if name.strip().lower() == b"content-length":
+            return int(value)
+    return 0
+
+
+def _json_answer(content: object) -> bytes:
     body = json.dumps(content).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
 
 
-PREFILLED = {
-    "id": "cmpl-0",
-    "object": "text_completion",
-    "created": 1_700_000_000,
-    "model": "demo",
-    "choices": [{"index": 0, "text": " word", "logprobs": None, "finish_reason": "length"}],
-    "usage": {"prompt_tokens": 16, "total_tokens": 17, "completion_tokens": 1},
-    "kv_transfer_params": {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_block_ids": [[1]],
-        "remote_engine_id": "0",
-        "remote_request_id": "0",
-        "remote_host": "127.0.0.1",
-        "remote_port": 5600,
-        "tp_size": 1,
-    },
-}
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+CHUNK = b"%x\r\n%s\r\n" % (len(HTTP_CHUNK), HTTP_CHUNK)
+STREAM_END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+PREFILLED = _json_answer(
+    {
+        "id": "cmpl-0",
+        "object": "text_completion",
+        "created": 1_700_000_000,
+        "model": "demo",
+        "choices": [{"index": 0, "text": " word", "logprobs": None, "finish_reason": "length"}],
+        "usage": {"prompt_tokens": 16, "total_tokens": 17, "completion_tokens": 1},
+        "kv_transfer_params": {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [[1]],
+            "remote_engine_id": "0",
+            "remote_request_id": "0",
+            "remote_host": "127.0.0.1",
+            "remote_port": 5600,
+            "tp_size": 1,
+        },
+    }
+)
 """What a prefill server says when it is done: where the KV is."""
