@@ -132,14 +132,23 @@ class Process:
 
     def pin(self) -> None:
         """Puts every thread of it back on its cores: some peers move their own."""
-        for process in [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]:
+        for process in self._tree():
             pin(process.pid, self._cores)
 
     def signal(self, number: signal.Signals) -> None:
+        """To it and to all that it has started."""
+        for process in self._tree():
+            try:
+                process.send_signal(number)
+            except psutil.NoSuchProcess:
+                pass
+
+    def _tree(self) -> list[psutil.Process]:
         try:
-            os.killpg(self.pid, number)
-        except ProcessLookupError:
-            pass
+            process = psutil.Process(self.pid)
+            return [process, *process.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
 
     def ask(self, question: dict[str, Any] | None, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
         """Its answer to one line; None only waits for what it says first. Raises PeerFailed."""
@@ -161,16 +170,18 @@ class Process:
         return answer
 
     def close(self) -> None:
-        """Ends the group, also what has been stopped."""
-        for number, timeout_s in ((signal.SIGTERM, STOP_TIMEOUT_S), (signal.SIGKILL, STOP_TIMEOUT_S)):
+        """Ends it and what it has started, also where that has been stopped."""
+        started = self._tree()
+        for number in (signal.SIGTERM, signal.SIGCONT):
             self.signal(number)
-            self.signal(signal.SIGCONT)
-            try:
-                self._process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                continue
-        # What outlived its parent is in the same group.
-        self.signal(signal.SIGKILL)
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        _, alive = psutil.wait_procs(started[1:], STOP_TIMEOUT_S / 4)
+        for process in alive:
+            process.kill()
+        self._process.wait(STOP_TIMEOUT_S)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -244,49 +255,53 @@ class Servers:
 
 
 @contextmanager
-def colocated(peers: Peers, model: Path, budget: int, cores: Sequence[int]) -> Iterator[Servers]:
-    """One server with a thread on each core."""
+def vllm_servers(peers: Peers, model: Path, budget: int, cores: Sequence[int]) -> Iterator[dict[str, Servers]]:
+    """`colocated`: one server with a thread on each core. `disaggregated`: one prefill and one decode server, a core each,
+    KV by NIXL, behind vLLM's router. They start together, which takes a minute; all but one should be halted then."""
     with ExitStack() as stack:
-        port = free_port()
-        bind = f"{cores[0]}-{cores[-1]}" if len(cores) > 1 else str(cores[0])
-        environment = peers.environment(cores[0]) | {"VLLM_CPU_OMP_THREADS_BIND": bind}
-        process = Process("vllm-colocated", _serve(peers, model, port, budget), environment, set(cores))
-        stack.callback(process.close)
-        await_http(process, f"http://127.0.0.1:{port}/health")
-        yield Servers(f"http://127.0.0.1:{port}", [process])
 
-
-@contextmanager
-def disaggregated(peers: Peers, model: Path, budget: int, cores: Sequence[int]) -> Iterator[Servers]:
-    """One prefill and one decode server, a core each, KV by NIXL, behind vLLM's router."""
-    prefill_core, decode_core = cores[0], cores[1 % len(cores)]
-    with ExitStack() as stack:
-        processes, urls = [], []
-        for name, core, role in (("prefill", prefill_core, "kv_producer"), ("decode", decode_core, "kv_consumer")):
+        def start(name: str, cores: Sequence[int], *arguments: str, **variables: str) -> tuple[Process, str]:
             port = free_port()
-            transfer = {
-                "kv_connector": "NixlConnector",
-                "kv_role": role,
-                "kv_buffer_device": "cpu",
-                "kv_connector_extra_config": {"backends": ["UCX"], "num_threads": 1},
-            }
-            environment = peers.environment(
-                core,
-                UCX_TLS="all",
-                UCX_NET_DEVICES="all",
-                VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
-                VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()),
+            bind = str(cores[0]) if len(cores) == 1 else f"{cores[0]}-{cores[-1]}"
+            environment = peers.environment(cores[0], **variables) | {"VLLM_CPU_OMP_THREADS_BIND": bind}
+            command = [peers.program("vllm"), "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
+            command += ["--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN)]
+            command += ["--max-num-batched-tokens", str(budget), *arguments]
+            process = Process(f"vllm-{name}", command, environment, set(cores))
+            stack.callback(process.close)
+            return process, f"http://127.0.0.1:{port}"
+
+        def transfer(role: str) -> str:
+            extra = {"backends": ["UCX"], "num_threads": 1}
+            return json.dumps(
+                {
+                    "kv_connector": "NixlConnector",
+                    "kv_role": role,
+                    "kv_buffer_device": "cpu",
+                    "kv_connector_extra_config": extra,
+                }
             )
-            command = [*_serve(peers, model, port, budget), "--kv-transfer-config", json.dumps(transfer)]
-            processes.append(Process(f"vllm-{name}", command, environment, {core}))
-            stack.callback(processes[-1].close)
-            urls.append(f"http://127.0.0.1:{port}")
-        for process, url in zip(processes, urls, strict=True):
+
+        both = []
+        for name, core, role in (("prefill", cores[0], "kv_producer"), ("decode", cores[-1], "kv_consumer")):
+            variables = {
+                "UCX_TLS": "all",
+                "UCX_NET_DEVICES": "all",
+                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+            }
+            both.append(start(name, [core], "--kv-transfer-config", transfer(role), **variables))
+        alone, alone_url = start("colocated", cores)
+        for process, url in (*both, (alone, alone_url)):
             await_http(process, f"{url}/health")
-            # The connector moves the main thread of both onto the machine's last core.
+            # The connector moves the main thread of both its ends onto the machine's last core.
             process.pin()
-        router = stack.enter_context(rust_router(peers, prefill=urls[0], decode=urls[1], cores=set(cores)))
-        yield Servers(router.url, [*processes, *router.processes])
+        (prefill, prefill_url), (decode, decode_url) = both
+        router = stack.enter_context(rust_router(peers, prefill=prefill_url, decode=decode_url, cores=set(cores)))
+        yield {
+            "disaggregated": Servers(router.url, [prefill, decode, *router.processes]),
+            "colocated": Servers(alone_url, [alone]),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,9 +327,3 @@ def rust_router(peers: Peers, *, prefill: str, decode: str, cores: set[int]) -> 
         yield RustRouter(f"http://127.0.0.1:{port}", (process,))
     finally:
         process.close()
-
-
-def _serve(peers: Peers, model: Path, port: int, budget: int) -> list[str]:
-    command = [peers.program("vllm"), "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", str(budget)]
-    return command
