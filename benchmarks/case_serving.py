@@ -7,12 +7,12 @@ pinned and shares the two cores, as each side's router does.
     disaggregated  vLLM 1P1D: NixlConnector and its Rust router, with the settings that suit it best here
     colocated      one vLLM server with a thread on each core; only its inter-token latency is compared
 
-vLLM's servers take a minute to start, so they start once; who is not measured is halted by SIGSTOP and takes no CPU. Each
-side answers a few requests of the load's kind before each load, which do not count. All sides get the same requests at
-the same times, greedy and of exact lengths; each round has its own, so that no prefix cache helps.
+vLLM's servers take minutes to start, so they start once; who is not measured is halted by SIGSTOP and takes no CPU.
+Each side answers a few requests of the kind before each load, which do not count. All sides get the same requests
+at the same times, greedy and of exact lengths; each round has its own, so that no prefix cache helps.
 
-A rate below saturation bounds throughput and goodput for both sides: where the peer keeps up with what is offered, those
-two are shown without a bar.
+A rate below saturation bounds throughput and goodput for both sides: where the peer keeps up with what is offered,
+those two are shown without a bar.
 """
 
 from __future__ import annotations
@@ -205,7 +205,6 @@ def _row(load: Load, metric: Metric, found: Reports) -> Row:
     measure = Measure(
         NAMES[metric.peer], metric.better, bar, tuple(map(metric.of, ours)), tuple(map(metric.of, theirs))
     )
-    slo = (
-        f" (TTFT {load.objectives.ttft_ms:g}, TPOT {load.objectives.tpot_ms:g} ms)" if metric.name == "goodput" else ""
-    )
-    return Row("S2", f"{load.what}: {metric.name}{slo}", metric.unit, (measure,))
+    slo = f" at TTFT {load.objectives.ttft_ms:g}, TPOT {load.objectives.tpot_ms:g} ms"
+    what = f"{load.what}: {metric.name}{slo if metric.name == 'goodput' else ''}"
+    return Row("S2", what, metric.unit, (measure,))

@@ -28,8 +28,8 @@ import psutil
 HERE = Path(__file__).resolve().parent
 VENV = HERE.parent / ".venv-peers"
 LOGS = HERE / "out" / "logs"
-START_TIMEOUT_S = 400.0
-"""vLLM compiles at its first start."""
+START_TIMEOUT_S = 900.0
+"""vLLM compiles at its first start, which on a busy machine takes minutes."""
 ANSWER_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
 KV_GIB = 2
@@ -256,8 +256,8 @@ class Servers:
 
 @contextmanager
 def vllm_servers(peers: Peers, model: Path, budget: int, cores: Sequence[int]) -> Iterator[dict[str, Servers]]:
-    """`colocated`: one server with a thread on each core. `disaggregated`: one prefill and one decode server, a core each,
-    KV by NIXL, behind vLLM's router. They start together, which takes a minute; all but one should be halted then."""
+    """`colocated`: one server with a thread on each core. `disaggregated`: one prefill and one decode server, a core
+    each, KV by NIXL, behind vLLM's router. All of them run when they are yielded."""
     with ExitStack() as stack:
 
         def start(name: str, cores: Sequence[int], *arguments: str, **variables: str) -> tuple[Process, str]:
@@ -282,6 +282,9 @@ def vllm_servers(peers: Peers, model: Path, budget: int, cores: Sequence[int]) -
                 }
             )
 
+        # The first one compiles, which the others then find done.
+        alone, alone_url = start("colocated", cores)
+        await_http(alone, f"{alone_url}/health")
         both = []
         for name, core, role in (("prefill", cores[0], "kv_producer"), ("decode", cores[-1], "kv_consumer")):
             variables = {
@@ -291,8 +294,7 @@ def vllm_servers(peers: Peers, model: Path, budget: int, cores: Sequence[int]) -
                 "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
             }
             both.append(start(name, [core], "--kv-transfer-config", transfer(role), **variables))
-        alone, alone_url = start("colocated", cores)
-        for process, url in (*both, (alone, alone_url)):
+        for process, url in both:
             await_http(process, f"{url}/health")
             # The connector moves the main thread of both its ends onto the machine's last core.
             process.pin()
