@@ -160,8 +160,7 @@ def _measure(url: str, side: str, loads: Sequence[Load], number: int, into: Repo
     """A round of one side. No two loads have a seed in common, so no prompt begins like one that was asked before."""
     for index, load in enumerate(loads):
         if side in ("ours", *load.beside):
-            seed = 2 * (number * len(loads) + index)
-            into.setdefault((load, side), []).append(asyncio.run(_report(url, load, seed)))
+            into.setdefault((load, side), []).append(asyncio.run(_report(url, load, number * len(loads) + index)))
 
 
 class GreedyServer(OpenAIServer):
@@ -177,16 +176,23 @@ class GreedyServer(OpenAIServer):
         }
 
 
+def prompts(load: Load, seed: int, model: bench.ServedModel) -> tuple[list[bench.Job], list[bench.Job]]:
+    """What is sent to warm up, all at once, and what is measured."""
+    parts = []
+    for number, rate, own_seed in ((WARM_UPS, math.inf, 2 * seed + 1), (load.requests, load.rate, 2 * seed)):
+        plan = workload.requests(load.workload, number, rate, seed=own_seed, scale_lengths=load.scale)
+        parts.append(bench.jobs(plan, model, own_seed))
+    return parts[0], parts[1]
+
+
 async def _report(url: str, load: Load, seed: int) -> bench.Report:
     """Of one load. Raises RuntimeError if a request failed: figures of the others would be too good."""
     server = GreedyServer(url, None, TIMEOUT_S)
     try:
         model = await server.model()
         model = replace(model, max_model_len=MAX_MODEL_LEN, token_ids=TOKEN_IDS)
-        warm_up = workload.requests(load.workload, WARM_UPS, math.inf, seed=seed + 1, scale_lengths=load.scale)
-        await bench.run(server, bench.jobs(warm_up, model, seed + 1))
-        plan = workload.requests(load.workload, load.requests, load.rate, seed=seed, scale_lengths=load.scale)
-        work = bench.jobs(plan, model, seed)
+        warm_up, work = prompts(load, seed, model)
+        await bench.run(server, warm_up)
         samples = await bench.run(server, work)
     finally:
         await server.close()

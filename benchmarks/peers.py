@@ -135,7 +135,13 @@ class Process:
         for process in self._tree():
             pin(process.pid, self._cores)
 
-    def signal(self, number: signal.Signals) -> None:
+    def halt(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
         """To it and to all that it has started."""
         for process in self._tree():
             try:
@@ -173,7 +179,7 @@ class Process:
         """Ends it and what it has started, also where that has been stopped."""
         started = self._tree()
         for number in (signal.SIGTERM, signal.SIGCONT):
-            self.signal(number)
+            self._signal(number)
         try:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -245,13 +251,13 @@ class Servers:
         self._processes = processes
 
     def halt(self) -> None:
-        """Takes no CPU until `resume`: SIGSTOP to all of them at once."""
+        """They take no CPU until `resume`."""
         for process in self._processes:
-            process.signal(signal.SIGSTOP)
+            process.halt()
 
     def resume(self) -> None:
         for process in self._processes:
-            process.signal(signal.SIGCONT)
+            process.resume()
 
 
 @contextmanager
