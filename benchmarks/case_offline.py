@@ -22,7 +22,7 @@ import torch
 from bars import Better, Measure, Row
 from case import Options
 from offline import limit, native_decoder
-from peers import MAX_MODEL_LEN, script
+from peers import MAX_MODEL_LEN, OFFLINE_BUDGET, script
 
 from baton.engine.checkpoint import resolve_model
 from baton.engine.runner import Runner
@@ -34,7 +34,6 @@ from baton.scheduler.scheduler import Refusal, Scheduler, SchedulerConfig
 BAR, BAR_OF_LIMIT = 1.3, 0.85
 BATCHES, PROMPTS = (1, 8, 32), (512, 2048)
 DECODE_PROMPT, DECODE_OUTPUT = 128, 384
-BUDGET = 4096
 BLOCK_SIZE = 16
 
 
@@ -79,7 +78,7 @@ def rows(options: Options) -> Iterator[Row]:
         sides: dict[str, Side] = {"ours": lambda generation, seed: generate(runner, generation, seed)}
         if options.peers is not None:
             model = resolve_model(options.model)
-            arguments = [str(model), str(BUDGET), str(MAX_MODEL_LEN)]
+            arguments = [str(model), str(OFFLINE_BUDGET), str(MAX_MODEL_LEN)]
             peer = stack.enter_context(script(options.peers, "peer_offline.py", arguments, options.core))
 
             def theirs(generation: Generation, seed: int) -> Times:
@@ -110,7 +109,7 @@ def rows(options: Options) -> Iterator[Row]:
 
 def generate(runner: Runner, generation: Generation, seed: int) -> Times:
     """The whole of a worker's step loop, without the wire: plan, run, commit."""
-    settings = SchedulerSettings(max_num_batched_tokens=BUDGET, prefix_cache=False)
+    settings = SchedulerSettings(max_num_batched_tokens=OFFLINE_BUDGET, prefix_cache=False)
     description = runner.description
     scheduler = Scheduler(
         SchedulerConfig(Role.COLOCATED, description.num_blocks, description.max_model_len, BLOCK_SIZE, settings)

@@ -27,7 +27,7 @@ from typing import Any
 from bars import Better, Measure, Row
 from case import Options
 from clusters import local_ray, pin_workers, serving, shape
-from peers import KV_GIB, MAX_MODEL_LEN, Servers, vllm_servers
+from peers import KV_GIB, MAX_MODEL_LEN, SERVER_BUDGET, Servers, vllm_servers
 
 from baton.capacity import workload
 from baton.client import bench
@@ -36,8 +36,6 @@ from baton.engine.checkpoint import resolve_model
 from baton.router.config import ClusterConfig
 
 BAR = 1.3
-PEER_BUDGET = 512
-"""vLLM's max_num_batched_tokens: with its own default its latencies are worse here."""
 KEEPS_UP = 0.8
 KV_BLOCK_BYTES = 16 * 23_040
 TIMEOUT_S = 300.0
@@ -134,7 +132,7 @@ def rows(options: Options) -> Iterator[Row]:
         peers: dict[str, Servers] = {}
         if options.peers is not None:
             model = resolve_model(options.model)
-            peers = stack.enter_context(vllm_servers(options.peers, model, PEER_BUDGET, options.cores))
+            peers = stack.enter_context(vllm_servers(options.peers, model, SERVER_BUDGET, options.cores))
             for servers in peers.values():
                 servers.halt()
         for number in range(options.rounds_or(3)):

