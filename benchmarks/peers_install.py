@@ -29,7 +29,6 @@ NOT_NEEDED = (
     "torchcodec",
     "mcp",
     "anthropic",
-    "model-hosting-container-standards",
 )
 VLLM_NAME = "vllm-0.32.0+cpu.dist-info"
 
