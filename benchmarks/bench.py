@@ -14,6 +14,7 @@ import datetime
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -35,6 +36,7 @@ CASES = {
 }
 OUT = Path(__file__).resolve().parent / "out"
 CASE_TIMEOUT_S = 3600.0
+END_S = 120.0
 
 
 def main() -> int:
@@ -116,16 +118,27 @@ def _run(case: str, arguments: argparse.Namespace) -> tuple[list[Row], str]:
     command += ["--rounds", str(arguments.rounds), *(["--quick"] if arguments.quick else [])]
     command += ["--no-peers"] if arguments.no_peers else []
     with log.open("wb") as file:
-        try:
-            code = subprocess.run(command, stdout=file, stderr=file, timeout=CASE_TIMEOUT_S, check=False).returncode
-        except subprocess.TimeoutExpired:
-            code = -1
+        code = _wait(subprocess.Popen(command, stdout=file, stderr=file))
     rows = [Row.from_json(json.loads(line)) for line in into.read_text().splitlines()]
     into.unlink()
     if code == 0:
         return rows, ""
     last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
     return rows, f"{last[0]} (all of it: {log})"
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Its exit status. A case that must end early has time to end the servers that it has started."""
+    try:
+        return process.wait(CASE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        return process.wait(END_S)
+    except KeyboardInterrupt:
+        process.wait(END_S)  # the terminal has told it too
+        raise
+    finally:
+        process.kill()
 
 
 def _peers(arguments: argparse.Namespace) -> Peers | None:

@@ -31,6 +31,7 @@ from peers import KV_GIB, MAX_MODEL_LEN, SERVER_BUDGET, Servers, vllm_servers
 
 from baton.capacity import workload
 from baton.client import bench
+from baton.client.errors import BatonError
 from baton.client.servers import OpenAIServer
 from baton.engine.checkpoint import resolve_model
 from baton.router.config import ClusterConfig
@@ -39,7 +40,7 @@ BAR = 1.3
 KEEPS_UP = 0.8
 KV_BLOCK_BYTES = 16 * 23_040
 TIMEOUT_S = 300.0
-WARM_UPS = 4
+WARM_UPS = 2
 TOKEN_IDS = range(1_000, 20_000)
 
 
@@ -66,11 +67,11 @@ CHAT = ("chat x 0.1", "chat", 0.1)
 SLO_FIXED = bench.Objectives(ttft_ms=1000.0, tpot_ms=50.0)
 SLO_CHAT = bench.Objectives(ttft_ms=500.0, tpot_ms=50.0)
 LOADS = (
-    Load(*FIXED, 1.0, 20, SLO_FIXED),
+    Load(*FIXED, 1.0, 16, SLO_FIXED),
     Load(*FIXED, 2.0, 32, SLO_FIXED, BOTH),
     Load(*FIXED, 4.0, 48, SLO_FIXED),
     Load(*FIXED, math.inf, 40, SLO_FIXED, BOTH),
-    Load(*CHAT, 4.0, 48, SLO_CHAT, BOTH),
+    Load(*CHAT, 4.0, 48, SLO_CHAT),
     Load(*CHAT, math.inf, 96, SLO_CHAT, BOTH),
 )
 
@@ -135,18 +136,24 @@ def rows(options: Options) -> Iterator[Row]:
             peers = stack.enter_context(vllm_servers(options.peers, model, SERVER_BUDGET, options.cores))
             for servers in peers.values():
                 servers.halt()
-        for number in range(options.rounds_or(3)):
-            with serving(_cluster(options.model)) as addresses:
-                pin_workers(addresses.grpc, options.cores)
-                _measure(f"http://{addresses.http}", "ours", loads, number, found)
-            for name, servers in peers.items():
-                servers.resume()
-                _measure(servers.url, name, loads, number, found)
-                servers.halt()
+        trouble = None
+        try:
+            for number in range(options.rounds_or(3)):
+                with serving(_cluster(options.model)) as addresses:
+                    pin_workers(addresses.grpc, options.cores)
+                    _measure(f"http://{addresses.http}", "ours", loads, number, found)
+                for name, servers in peers.items():
+                    servers.resume()
+                    _measure(servers.url, name, loads, number, found)
+                    servers.halt()
+        except (RuntimeError, BatonError) as error:
+            trouble = error  # told when what is known has been
     for load in loads:
         for metric in METRICS:
             if metric.peer in load.beside:
                 yield _row(load, metric, found)
+    if trouble is not None:
+        raise trouble
 
 
 def _cluster(model: str) -> ClusterConfig:
@@ -202,7 +209,7 @@ async def _report(url: str, load: Load, seed: int) -> bench.Report:
 
 
 def _row(load: Load, metric: Metric, found: Reports) -> Row:
-    ours = found[load, "ours"]
+    ours = found.get((load, "ours"), [])
     theirs = found.get((load, metric.peer), [])
     keeps_up = metric.offered is not None and theirs and all(map(metric.keeps_up, theirs))
     bar = None if keeps_up else BAR
