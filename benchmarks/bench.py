@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from bars import Row, Verdict, table, tally
@@ -54,7 +55,8 @@ def main() -> int:
         parser.error(f"unknown case {unknown[0]!r}: {', '.join(CASES)}" if unknown else "--rounds must not be negative")
     if arguments.rows_of is not None:
         for row in _rows(arguments):
-            arguments.json.open("a").write(json.dumps(row.to_json()) + "\n")
+            with arguments.json.open("a") as file:
+                file.write(json.dumps(row.to_json()) + "\n")
         return 0
     return _run_all(arguments)
 
@@ -133,7 +135,9 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
         return process.wait(CASE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)
-        return process.wait(END_S)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
+        return -1
     except KeyboardInterrupt:
         process.wait(END_S)  # the terminal has told it too
         raise

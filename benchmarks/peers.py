@@ -58,6 +58,7 @@ class Peers:
     @classmethod
     def find(cls, folder: Path = VENV) -> Peers | None:
         """None where they are not installed."""
+        folder = folder.resolve()  # what vLLM has compiled it finds again by its own path
         if not (folder / "bin" / "python").exists():
             return None
         preload, missing = [], []
