@@ -1,5 +1,5 @@
 # Needs make and python3.11 with venv and pip. Offline once `make venv` has run.
-# PYTHON=... chooses the interpreter that makes .venv; ARGS=... replaces or adds to the arguments of test, serve and bench.
+# PYTHON=... chooses the interpreter that makes .venv; ARGS=... replaces or adds to the arguments of test, serve, bench and load.
 
 PYTHON ?= python3.11
 ARGS ?=
@@ -13,7 +13,7 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I src
 STAMP := .venv/.baton-$(shell { cat requirements.lock requirements-nodeps.lock pyproject.toml; pwd; } | cksum | tr ' ' -)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-browser test-clients lint proto bench venv clean
+.PHONY: help demo serve test test-browser test-clients lint proto bench bench-peers load venv clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -54,7 +54,13 @@ lint: venv ## Check style, formatting, types, and that the generated protocol co
 proto: venv ## Regenerate the protocol code in proto/ from its .proto files.
 	$(PROTOC) --python_out=src --pyi_out=src --grpc_python_out=src $(PROTOS:%=baton/proto/%.proto)
 
-bench: venv ## Send a chat workload to a running server (start one with make serve) and print latencies.
+bench: venv ## Measure all that has a bar and print one table; ARGS names some of it: make bench ARGS="S1 S2".
+	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+bench-peers: venv ## Install what make bench compares with (vLLM, its router) into .venv-peers: 4 GB.
+	$(BIN)/python benchmarks/peers_install.py
+
+load: venv ## Send a chat workload to a running server (start one with make serve) and print latencies.
 	$(BIN)/baton bench $(or $(ARGS),--workload chat --scale-lengths 0.1 --rate 2 --num-requests 200)
 
 venv: $(STAMP) ## Create or update .venv from the lock files; nothing to do when it is current.

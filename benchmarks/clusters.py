@@ -11,13 +11,14 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import transformers
+from peers import pin
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from baton.client.client import Client
@@ -28,6 +29,7 @@ from baton.proto.settings import EngineSettings, SchedulerSettings
 from baton.router.__main__ import FACTORIES
 from baton.router.config import ClusterConfig, defaults
 from baton.router.fleet import close_ray, open_ray, start_router
+from baton.router.server import Addresses
 
 READY_TIMEOUT_S = 300.0
 REST_TIMEOUT_S = 60.0
@@ -82,19 +84,34 @@ def local_ray() -> Iterator[None]:
 
 @contextmanager
 def running(config: ClusterConfig) -> Iterator[str]:
-    """A cluster in a Ray that runs already; the router's address."""
+    """A cluster in a Ray that runs already; the router's address for gRPC."""
+    with serving(config) as addresses:
+        yield addresses.grpc
+
+
+@contextmanager
+def serving(config: ClusterConfig) -> Iterator[Addresses]:
+    """The same, with all of the router's addresses."""
     namespace = f"benchmark-{os.getpid()}-{next(_numbers)}"
     handle = start_router(config, resolve_model(config.model), FACTORIES, namespace=namespace)
     try:
         addresses = handle.ready(READY_TIMEOUT_S, threading.Event())
         assert addresses is not None
-        yield addresses.grpc
+        yield addresses
     finally:
         handle.stop(0.0)
 
 
 def workers(status: cluster.ClusterStatus, role: Role | None = None) -> list[cluster.WorkerStatus]:
     return [worker for pool in status.pools for worker in pool.workers if role is None or worker.role == role.value]
+
+
+def pin_workers(address: str, cores: Sequence[int]) -> None:
+    """Each worker to a core of its own, in the order of their roles' names backwards: prefill before decode."""
+    with Client(address) as client:
+        found = sorted(workers(client.status()), key=lambda worker: worker.role, reverse=True)
+    for index, worker in enumerate(found):
+        pin(worker.pid, {cores[index % len(cores)]})
 
 
 def unrest(status: cluster.ClusterStatus) -> list[str]:

@@ -6,6 +6,7 @@ Owns: the table, its JSON and its plot. `python benchmarks/growth.py [--model M]
     batch     one decode step of the model at context 256, 1 to 128 sequences
     context   one decode step of 8 sequences, each with 64 to 7,680 tokens before it
     prefill   one step that computes a whole prompt of 64 to 4,096 tokens
+    memory    what 8 sequences with 64 to 7,680 tokens hold: KV in blocks, and the scheduler's own Python objects
 
 The last column of each part is the exponent between that row and the one above: time ~ x^exponent, so 0 is flat, 1 is
 linear, and a knee is a row whose exponent jumps. Times are CPU time of one thread.
@@ -20,6 +21,7 @@ import math
 import random
 import statistics
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -36,6 +38,8 @@ WAITING = (100, 1_000, 10_000, 100_000)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (64, 128, 256, 512, 1024, 2048, 4096, 7680)
 PROMPTS = (64, 128, 256, 512, 1024, 2048, 4096)
+PARTS = {"waiting": WAITING, "batch": BATCHES, "context": CONTEXTS, "prefill": PROMPTS, "memory": CONTEXTS}
+SEQUENCES = 8
 RUNNING, PROMPT_TOKENS, OUTPUT_TOKENS = 64, 257, 32
 BLOCK_SIZE = 16
 
@@ -47,31 +51,73 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--plot", action="store_true", help="also draw it, beside the JSON")
     options = parser.parse_args()
-    blocks = max(8 * max(CONTEXTS), max(BATCHES) * 512) // BLOCK_SIZE + 64
-    runner = Runner(EngineSettings(model=options.model, threads=1, num_blocks=blocks, block_size=BLOCK_SIZE))
-    parts = {
-        "waiting": [_waiting(num) for num in WAITING],
-        "batch": [_step(runner, "batch", num, [256] * num, 1) for num in BATCHES],
-        "context": [_step(runner, "context", num, [num + 1] * 8, 1) for num in CONTEXTS],
-        "prefill": [_step(runner, "prefill", num, [num], num) for num in PROMPTS],
-    }
-    for part, rows in parts.items():
+    runner = open_runner(options.model)
+    parts = {part: [measure(runner, part, x) for x in points] for part, points in PARTS.items()}
+    for rows in parts.values():
         print("".join(f"{name:>14}" for name in (*rows[0], "exponent")))
-        for row, exponent in zip(rows, _exponents(part, rows), strict=True):
-            print("".join(f"{value:>14.4g}" for value in row.values()) + f"{exponent:>14.2f}")
+        for row, growth in zip(rows, _exponents(rows), strict=True):
+            print("".join(f"{value:>14.4g}" for value in row.values()) + f"{growth:>14.2f}")
     path = Path(__file__).parent / "results" / f"growth-{datetime.date.today()}.json"
     path.write_text(json.dumps({"model": options.model, "parts": parts}, indent=1) + "\n", encoding="utf-8")
     print(path)
     if options.plot:
-        _plot(parts, path.with_suffix(".png"))
+        plot(parts, path.with_suffix(".png"))
 
 
-def _exponents(part: str, rows: list[Row]) -> Iterator[float]:
+def open_runner(model: str) -> Runner:
+    """With blocks for the largest batch and the longest contexts."""
+    blocks = max(SEQUENCES * (max(CONTEXTS) + BLOCK_SIZE), max(BATCHES) * 512) // BLOCK_SIZE + 64
+    return Runner(EngineSettings(model=model, threads=1, num_blocks=blocks, block_size=BLOCK_SIZE))
+
+
+def measure(runner: Runner, part: str, x: int) -> Row:
+    """One point of one part: `x`, then its figures."""
+    match part:
+        case "waiting":
+            return _waiting(x)
+        case "batch":
+            return _step(runner, part, x, [256] * x, 1)
+        case "context":
+            return _step(runner, part, x, [x + 1] * SEQUENCES, 1)
+        case "prefill":
+            return _step(runner, part, x, [x], x)
+        case "memory":
+            return _memory(runner.kv.nbytes // runner.description.num_blocks, x)
+    raise ValueError(f"no part is called {part!r}: {', '.join(PARTS)}")
+
+
+def exponent(low: Row, high: Row, column: str) -> float:
+    """Of the figure's growth from one row to another: time ~ x^exponent."""
+    x = next(iter(low))
+    return math.log(high[column] / low[column]) / math.log(high[x] / low[x])
+
+
+def _exponents(rows: list[Row]) -> Iterator[float]:
     """Of the part's main figure, its second column."""
-    x, y = list(rows[0])[:2]
+    column = list(rows[0])[1]
     yield math.nan
-    for low, high in pairwise(rows):
-        yield math.log(high[y] / low[y]) / math.log(high[x] / low[x])
+    yield from (exponent(low, high, column) for low, high in pairwise(rows))
+
+
+def _memory(block_bytes: int, context: int) -> Row:
+    settings = SchedulerSettings(max_num_batched_tokens=2048, max_num_seqs=SEQUENCES)
+    rng = random.Random(context)
+    prompts = [tuple(rng.choices(range(40_000), k=context)) for _ in range(SEQUENCES)]
+    tracemalloc.start()
+    try:
+        scheduler = Scheduler(SchedulerConfig(Role.COLOCATED, 8000, 8192, BLOCK_SIZE, settings))
+        empty, _ = tracemalloc.get_traced_memory()
+        for number, prompt in enumerate(prompts):
+            request = Request(str(number), prompt, context, Sampling(temperature=0.0, max_tokens=256))
+            assert not isinstance(scheduler.add(request, 0.0), Refusal)
+        while scheduler.load().queued_tokens:
+            step = scheduler.plan(0.0)
+            scheduler.commit(step, StepResult([7] * len(step.chunks)), 0.0)
+        held = scheduler.load().held_blocks
+        own, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    return {"memory": context, "KV MiB": held * block_bytes / 2**20, "scheduler KiB": (own - empty) / 2**10}
 
 
 def _waiting(num_waiting: int) -> Row:
@@ -122,11 +168,11 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.thread_time() - start
 
 
-def _plot(parts: dict[str, list[Row]], path: Path) -> None:
+def plot(parts: dict[str, list[Row]], path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise SystemExit("--plot needs matplotlib: pip install matplotlib") from None
+        raise SystemExit("a plot needs matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -136,6 +182,7 @@ def _plot(parts: dict[str, list[Row]], path: Path) -> None:
         "batch": "sequences that decode, context 256",
         "context": "context of each of 8 sequences, tokens",
         "prefill": "prompt tokens in one step",
+        "memory": "context of each of 8 sequences, tokens",
     }
     for axis, (part, rows) in zip(axes, parts.items(), strict=True):
         x = [row[part] for row in rows]

@@ -41,9 +41,11 @@ PULL_WAIT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Medians over the rounds, in 10^9 bytes a second."""
+    """In 10^9 bytes a second: each round's, and medians."""
 
     run_blocks: int
+    pulls_gb_s: tuple[float, ...]
+    raws_gb_s: tuple[float, ...]
     pull_gb_s: float
     raw_gb_s: float
     copy_gb_s: float
@@ -63,22 +65,27 @@ def main() -> None:
     settings = TransferSettings(
         connector="nixl", transport=options.transport, network_device=options.device, checksums=options.checksums
     )
-    num_blocks = max(1, (options.mib << 20) // block_bytes())
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    source = spawn.Process(target=lend, args=(theirs, settings, num_blocks), daemon=True)
-    source.start()
-    try:
-        results = measure(ours, settings, num_blocks, options.runs, options.rounds)
-    finally:
-        source.kill()
-        source.join(START_WAIT_S)
+    results = between_processes(settings, options.mib, options.runs, options.rounds)
     if options.json:
         figures = {"cores": os.cpu_count(), "mib": options.mib, "transport": options.transport}
         figures |= {"checksums": options.checksums, "results": [asdict(result) for result in results]}
         print(json.dumps(figures))
     else:
         show(results, options)
+
+
+def between_processes(settings: TransferSettings, mib: int, runs: list[int], rounds: int) -> list[Result]:
+    """From a process that is started for it."""
+    num_blocks = max(1, (mib << 20) // block_bytes())
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    source = spawn.Process(target=lend, args=(theirs, settings, num_blocks), daemon=True)
+    source.start()
+    try:
+        return measure(ours, settings, num_blocks, runs, rounds)
+    finally:
+        source.kill()
+        source.join(START_WAIT_S)
 
 
 def block_bytes() -> int:
@@ -139,11 +146,13 @@ def measure(
                 seconds[name].append(way(sources, destinations, crc))
         if not bool((pool.tensor == 1).all()) or not bool((raw_pool.tensor == 1).all()):
             raise AssertionError("the bytes that have landed are not the source's")
-        speed = {
-            name: num_blocks * block_bytes() / statistics.median(times[1:]) / 1e9 for name, times in seconds.items()
+        speeds = {
+            name: tuple(num_blocks * block_bytes() / each_s / 1e9 for each_s in times[1:])
+            for name, times in seconds.items()
         }
+        medians = (statistics.median(speeds[name]) for name in ways)
         one_block = statistics.median(pull((0,), (0,), 0) for _ in range(20))
-        results.append(Result(run_blocks, speed["pull"], speed["raw"], speed["copy"], one_block * 1e3))
+        results.append(Result(run_blocks, speeds["pull"], speeds["raw"], *medians, one_block * 1e3))
     agent.shutdown([link], [])
     connector.close()
     return results

@@ -47,7 +47,8 @@ _TOKENS_A_STEP_SHIFT = 32
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How many workers, and the time of their steps, in each of which a stream gets its tokens."""
+    """How many workers, and the time of their steps, in each of which a stream gets its tokens. Without a time they
+    step whenever they have a stream: an answer takes what its messages take."""
 
     decode: int = 4
     step_s: float = 0.1
@@ -141,6 +142,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer):
         self._text_ids = text_ids
         self._step_s = step_s
         self._links: list[_Link] = []
+        self._asked = asyncio.Event()
         self._reports = 0
         self._address = ""
 
@@ -181,6 +183,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer):
                     link.last_submit = message.submit.number
                     request = Request.from_wire(message.submit)
                     link.streams[request.sequence_id] = self._stream(request)
+                    self._asked.set()
                 case "abort":
                     link.streams.pop(message.abort.sequence_id, None)
 
@@ -202,6 +205,9 @@ class NullWorker(worker_pb2_grpc.WorkerServicer):
         while True:
             due_s = max(due_s + self._step_s, loop.time())
             await asyncio.sleep(due_s - loop.time())
+            if not self._step_s and not any(link.streams for link in self._links):
+                self._asked.clear()
+                await self._asked.wait()
             for link in self._links:
                 batches = [self._advance(sequence_id, stream) for sequence_id, stream in link.streams.items()]
                 for batch in batches:

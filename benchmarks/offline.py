@@ -44,7 +44,7 @@ def main() -> None:
     options = parser.parse_args()
     clock = time.thread_time if options.threads == 1 else time.perf_counter
     runners = {kind: _runner(options.model, options.threads, kind) for kind in ("native", "torch")}
-    weights = _weights(runners["native"])
+    weights = native_decoder(runners["native"])
     best: dict[str, dict[str, float]] = {}
 
     def record(case: str, column: str, tokens_per_s: float) -> None:
@@ -56,11 +56,11 @@ def main() -> None:
             for kind, runner in runners.items():
                 seconds = [seconds_of_step(runner, [context] * batch, 1, STEPS, clock) for context in CONTEXTS]
                 record(f"decode {batch}", kind, batch * len(CONTEXTS) / sum(seconds))
-            record(f"decode {batch}", "limit", _limit(weights, batch, clock))
+            record(f"decode {batch}", "limit", limit(weights, batch, clock))
         for length in PROMPTS:
             for kind, runner in runners.items():
                 record(f"prefill {length}", kind, length / seconds_of_step(runner, [length], length, 1, clock))
-            record(f"prefill {length}", "limit", _limit(weights, length, clock))
+            record(f"prefill {length}", "limit", limit(weights, length, clock))
 
     print(f"{'tokens/s':<14}{'native':>9}{'torch':>9}{'limit':>9}{'x torch':>9}{'of limit':>10}")
     for case, row in best.items():
@@ -91,7 +91,8 @@ def _runner(model: str, threads: int, kernels: str) -> Runner:
     return runner
 
 
-def _weights(runner: Runner) -> NativeDecoder:
+def native_decoder(runner: Runner) -> NativeDecoder:
+    """What computes the runner's steps. Ends the process where that is torch."""
     decoder = runner._decoder
     if not isinstance(decoder, NativeDecoder):
         raise SystemExit("the compiled kernels are not to be had here, see the log; there is nothing to compare")
@@ -114,7 +115,7 @@ def seconds_of_step(
     return _fastest(lambda: runner.run(step), steps, clock)
 
 
-def _limit(decoder: NativeDecoder, rows: int, clock: Callable[[], float]) -> float:
+def limit(decoder: NativeDecoder, rows: int, clock: Callable[[], float]) -> float:
     """Tokens/s if nothing but the weights were read (one row) or nothing but the products were computed."""
     cpu, layers = decoder.cpu, decoder.model.layers
     if rows == 1:

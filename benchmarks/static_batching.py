@@ -50,29 +50,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=384, help="tokens of each long output")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    rng = random.Random(0)
-    prompts = [[rng.randrange(100, 40_000) for _ in range(options.prompt)] for _ in range(NUM_SHORT + NUM_LONG)]
-    lengths = [options.short] * NUM_SHORT + [options.long] * NUM_LONG
-    rng.shuffle(lengths)
-    model = transformers.AutoModelForCausalLM.from_pretrained(resolve_model(options.model), dtype="auto")
-    engine = EngineSettings(model=options.model, threads=1, num_blocks=2048, block_size=BLOCK_SIZE)
-    runner = Runner(engine)
-    ways: dict[str, Callable[[], Outputs]] = {
-        "baton": lambda: _baton(runner, prompts, lengths),
-        "static": lambda: _static(model, prompts, lengths),
-        "continuous": lambda: _continuous(model, prompts, lengths),
-    }
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    outputs: dict[str, Outputs] = {}
-    for _ in range(options.rounds):
-        for way, run in ways.items():
-            start = time.perf_counter()
-            outputs[way] = run()
-            seconds[way].append(time.perf_counter() - start)
-            assert list(map(len, outputs[way])) == lengths, f"{way} gave outputs of other lengths than asked for"
-
+    lengths, seconds, outputs = measure(options.model, options.prompt, options.short, options.long, options.rounds)
     print(f"{'':<12}{'tokens/s':>10}{'seconds':>10}{'spread':>8}{'baton is':>10}{'agree':>8}")
     rows = {}
     for way, times in seconds.items():
@@ -93,6 +71,34 @@ def main() -> None:
     path = Path(__file__).parent / "results" / f"static-batching-{datetime.date.today()}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(path)
+
+
+def measure(
+    model_name: str, prompt: int, short: int, long: int, rounds: int
+) -> tuple[list[int], dict[str, list[float]], dict[str, Outputs]]:
+    """The output lengths, and each way's seconds by round and outputs of the last round."""
+    torch.set_num_threads(1)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(100, 40_000) for _ in range(prompt)] for _ in range(NUM_SHORT + NUM_LONG)]
+    lengths = [short] * NUM_SHORT + [long] * NUM_LONG
+    rng.shuffle(lengths)
+    model = transformers.AutoModelForCausalLM.from_pretrained(resolve_model(model_name), dtype="auto")
+    runner = Runner(EngineSettings(model=model_name, threads=1, num_blocks=2048, block_size=BLOCK_SIZE))
+    ways: dict[str, Callable[[], Outputs]] = {
+        "baton": lambda: _baton(runner, prompts, lengths),
+        "static": lambda: _static(model, prompts, lengths),
+        "continuous": lambda: _continuous(model, prompts, lengths),
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    outputs: dict[str, Outputs] = {}
+    for _ in range(rounds):
+        for way, run in ways.items():
+            start = time.perf_counter()
+            outputs[way] = run()
+            seconds[way].append(time.perf_counter() - start)
+            assert list(map(len, outputs[way])) == lengths, f"{way} gave outputs of other lengths than asked for"
+    return lengths, seconds, outputs
 
 
 def _baton(runner: Runner, prompts: Outputs, lengths: list[int]) -> Outputs:

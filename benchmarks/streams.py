@@ -131,6 +131,11 @@ class GrpcStream:
     async def begin(self) -> None:
         await self._call.initial_metadata()
 
+    @staticmethod
+    def count(heard: Heard) -> int:
+        """The number of messages, unchecked."""
+        return len(heard.messages)
+
     async def read(self) -> Heard:
         heard = Heard([], [])
         async for data in self._call:
@@ -221,6 +226,11 @@ class HttpStream(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if not self._ended.done():
             self._ended.set_exception(error or Broken("the connection was closed early"))
+
+    @staticmethod
+    def count(heard: Heard) -> int:
+        """The number of events with a body, unchecked."""
+        return b"".join(heard.messages).count(b"data: {")
 
     async def read(self) -> Heard:
         assert self._transport is not None
@@ -321,8 +331,9 @@ async def measure(
             await asyncio.sleep(SETTLE_S)
         cpu_s = meter.close()
         heard_late = [await stream.read() for stream in lazy]
-    number = 0
-    if text is not None:
+    if text is None:
+        number = sum(stream.count(result) for stream, result in zip(streams, heard, strict=True))
+    else:
         number = sum(stream.check(result, text) for stream, result in zip(streams, heard, strict=True))
         for stream, result in zip(lazy, heard_late, strict=True):
             stream.check(result, text)
@@ -348,7 +359,7 @@ async def measure(
 # --- floors: the same servers with nothing behind them --------------------------------------------------------------
 
 
-class _Steps:
+class Steps:
     """Wakes streams as a router is woken by its workers: a group at a time, each group once a step."""
 
     def __init__(self, shape: Shape) -> None:
@@ -375,7 +386,7 @@ class _Steps:
 
 
 class _EmptyInference(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, steps: _Steps) -> None:
+    def __init__(self, steps: Steps) -> None:
         self._steps = steps
 
     async def Generate(
@@ -388,7 +399,7 @@ class _EmptyInference(inference_pb2_grpc.InferenceServicer):
 
 async def _run_grpc_floor(pipe: Connection, shape: Shape) -> None:
     server = grpc.aio.server()
-    inference_pb2_grpc.add_InferenceServicer_to_server(_EmptyInference(_Steps(shape)), server)
+    inference_pb2_grpc.add_InferenceServicer_to_server(_EmptyInference(Steps(shape)), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     pipe.send(f"127.0.0.1:{port}")
@@ -412,7 +423,7 @@ HTTP_CHUNK = (
 
 
 async def _run_http_floor(pipe: Connection, shape: Shape) -> None:
-    steps = _Steps(shape)
+    steps = Steps(shape)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         body = b""

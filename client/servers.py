@@ -95,18 +95,7 @@ class OpenAIServer:
         return ServedModel(name, max_model_len or _COMMON_MODEL_LEN, token_ids)
 
     async def stream(self, prompt: Sequence[int], output_tokens: int, seed: int) -> AsyncIterator[Message]:
-        question = {
-            "model": self._model_name,
-            "prompt": list(prompt),
-            "max_tokens": output_tokens,
-            "min_tokens": output_tokens,
-            "ignore_eos": True,
-            # Some servers take their default from the model's files: every server is to do the same work.
-            "temperature": 1.0,
-            "seed": seed,
-            "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        }
+        question = {"model": self._model_name, "prompt": list(prompt), **self.settings(output_tokens, seed)}
         num_tokens = 0
         async with (
             self._exchange("POST", "/v1/completions", question) as response,
@@ -124,6 +113,19 @@ class OpenAIServer:
                 elif any(choice.get("text") or not choice.get("finish_reason") for choice in choices):
                     num_tokens += 1
                 yield Message(num_tokens, has_tokens=bool(choices) and num_tokens > before)
+
+    def settings(self, output_tokens: int, seed: int) -> dict[str, Any]:
+        """What a request says beside its prompt."""
+        return {
+            "max_tokens": output_tokens,
+            "min_tokens": output_tokens,
+            "ignore_eos": True,
+            # Some servers take their default from the model's files: every server is to do the same work.
+            "temperature": 1.0,
+            "seed": seed,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
 
     async def close(self) -> None:
         while self._idle:
