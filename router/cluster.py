@@ -89,9 +89,13 @@ class Picture:
             pool = pools.setdefault(member.pool, cluster.PoolStatus(name=member.pool, role=member.role.value))
             pool.size += 1
             pool.workers.append(self._worker(member, views.get(member.worker_id)))
+        router, replicas = self.router(), self._router.replicas
+        routers = sorted([router, *replicas.others], key=lambda status: status.number)
         return cluster.ClusterStatus(
             model=self._router.config.model,
-            router=self._router_status(now),
+            router=router,
+            routers=routers,
+            router_replicas=replicas.count,
             pools=list(pools.values()),
             recent=self._router.recent.messages(),
             version=__version__,
@@ -124,8 +128,9 @@ class Picture:
             status.pace.CopyFrom(cluster.WorkerPace(**asdict(pace)))
         return status
 
-    def _router_status(self, now: float) -> cluster.RouterStatus:
-        router, settings = self._router, self._router.config.router
+    def router(self) -> cluster.RouterStatus:
+        """This replica alone."""
+        router, settings, replicas = self._router, self._router.config.router, self._router.replicas
         return cluster.RouterStatus(
             incarnation=router.incarnation,
             queued=router.dispatcher.num_requests,
@@ -138,9 +143,14 @@ class Picture:
             refused_total=router.recent.num_refused,
             failed_total=router.recent.num_failed,
             draining=router.draining,
-            uptime_s=now - router.started_s,
+            uptime_s=time.monotonic() - router.started_s,
             rss_bytes=psutil.Process().memory_info().rss,
             pid=os.getpid(),
+            number=replicas.number,
+            keeper=replicas.is_keeper,
+            grpc_address=replicas.grpc_address,
+            http_address=replicas.http_address,
+            peer_address=replicas.peer_address,
         )
 
 
@@ -170,6 +180,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             moved = await self._workforce.drain(request.worker_id, request.timeout_s or DEFAULT_DRAIN_S)
         except KeyError:
             await refuse(context, grpc.StatusCode.NOT_FOUND, f"worker_id {request.worker_id!r} is not in this cluster")
+        except WorkforceError as error:
+            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return cluster.DrainResponse(moved=moved)
 
     async def SetRole(self, request: cluster.SetRoleRequest, context: Context) -> cluster.SetRoleResponse:

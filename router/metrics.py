@@ -174,8 +174,13 @@ class RouterMetrics:
         return Page(self._meter.registry, figures)
 
     def targets(self, own_address: str) -> list[Target]:
-        """Everything there is to scrape, the router first; workers that are lost or show nothing are left out."""
+        """Everything there is to scrape, routers first; workers that are lost or show nothing are left out."""
+        replicas = self._router.replicas
         found = [Target(own_address, ENGINE, "", ENGINE)]
+        if replicas.count > 1:
+            # By the shared address a scrape would meet any of them.
+            numbers = {replicas.number: replicas.http_address} | {it.number: it.http_address for it in replicas.others}
+            found = [Target(address, ENGINE, "", f"{ENGINE}-{number}") for number, address in sorted(numbers.items())]
         for member in self._workforce.members():
             description = member.description
             if description is not None and description.metrics_address and member.state is not WorkerState.LOST:

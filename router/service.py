@@ -41,7 +41,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 yield message
 
     async def Abort(self, request: inference.AbortRequest, context: Context) -> inference.AbortResponse:
-        return inference.AbortResponse(found=self._gateway.abort(request.request_id))
+        found = self._gateway.abort(request.request_id)
+        return inference.AbortResponse(found=found or await self._gateway.router.replicas.abort(request.request_id))
 
     async def GetModel(self, request: inference.GetModelRequest, context: Context) -> inference.ModelInfo:
         router = self._gateway.router

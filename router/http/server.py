@@ -108,9 +108,14 @@ class HttpServer:
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def open(self, host: str, port: int, patience_s: float = 0.0) -> str:
-        """Binds, starts, and returns host:port. Raises OSError if the port stays taken for `patience_s`."""
-        listener = await _bound(host, port, patience_s)
+    async def open(self, host: str, port: int, patience_s: float = 0.0, *, shared: bool = False) -> list[str]:
+        """Binds, starts, and returns host:port. Raises OSError if the port stays taken for `patience_s`.
+
+        `shared`: other processes of ours may listen on the port too; then a free port of its own comes second.
+        """
+        listeners = [await _bound(host, port, patience_s, shared)]
+        if shared:
+            listeners.append(await _bound(host, 0, patience_s, shared=False))
         config = uvicorn.Config(
             self._app,
             log_config=None,
@@ -125,11 +130,11 @@ class HttpServer:
             proxy_headers=False,
         )
         self._server = _Server(config)
-        self._task = asyncio.create_task(self._serve(listener))
+        self._task = asyncio.create_task(self._serve(listeners))
         async with asyncio.timeout(START_S):
             await self._server.listens.wait()
         shown = f"[{host}]" if ":" in host else host
-        return f"{shown}:{listener.getsockname()[1]}"
+        return [f"{shown}:{listener.getsockname()[1]}" for listener in listeners]
 
     async def close(self, grace_s: float = 0.5) -> None:
         """Ends connections: at once those at rest, after `grace_s` those that answer somebody."""
@@ -148,17 +153,20 @@ class HttpServer:
         self._server.force_exit = True
         await asyncio.wait([self._task, *answers], timeout=START_S)
 
-    async def _serve(self, listener: socket.socket) -> None:
+    async def _serve(self, listeners: list[socket.socket]) -> None:
         assert self._server is not None
         # `serve` would take over the signal handlers of the process, which hosts the router too.
-        await self._server._serve([listener])
+        await self._server._serve(listeners)
 
 
-async def _bound(host: str, port: int, patience_s: float) -> socket.socket:
+async def _bound(host: str, port: int, patience_s: float, shared: bool) -> socket.socket:
     deadline = asyncio.get_running_loop().time() + patience_s
     while True:
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            # The kernel spreads connections over all who listen.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # Connections inherit these.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
