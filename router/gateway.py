@@ -252,7 +252,7 @@ class _Output:
 
     async def run(self) -> None:
         """Puts the output's messages into the outbox, `finish` last."""
-        async with aclosing(self.journey.run()) as pieces:
+        async with aclosing(self.journey.run(self._say)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Failed):
                     self.fail(piece)

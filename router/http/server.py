@@ -25,6 +25,33 @@ SEND_BUFFER_BYTES = 64 << 10
 UNREAD_MS = 900_000
 
 
+CHUNKS = "baton.chunks"
+"""The member of a request's scope that holds its `Chunks`."""
+
+
+class Chunks:
+    """Parts of a response's body past all that lies between an application and its connection, which costs a streamed
+    token more than the rest of the server."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def ready(self) -> bool:
+        """Whether a part would go out at once: the response has begun, has no known length, and its client reads."""
+        cycle = self._cycle
+        return (
+            bool(cycle.chunked_encoding)
+            and cycle.response_started
+            and not (cycle.flow.write_paused or cycle.response_complete or cycle.disconnected)
+        )
+
+    def write(self, part: bytes) -> None:
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+
+
 class _Protocol(HttpToolsProtocol):
     """One connection, with three gaps closed: a request's head without end would be gathered without end, one that does
     not go on would be waited for without end, and of several requests sent in one go only the last would hear that the
@@ -46,6 +73,7 @@ class _Protocol(HttpToolsProtocol):
         self._num_turns += 1
         super().on_headers_complete()
         self._cycles = (*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle)
+        self.scope[CHUNKS] = Chunks(self.cycle)  # type: ignore[literal-required]
 
     def on_message_complete(self) -> None:
         self._in_head = True
