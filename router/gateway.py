@@ -252,7 +252,7 @@ class _Output:
 
     async def run(self) -> None:
         """Puts the output's messages into the outbox, `finish` last."""
-        async with aclosing(self.journey.run(self._say)) as pieces:
+        async with aclosing(self.journey.run(self._hear)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Failed):
                     self.fail(piece)
@@ -276,7 +276,10 @@ class _Output:
         finish = self._finish(reason, rest.stopped or "")
         self._outbox.put(self._index, self._num_tokens, (), rest.text, finish=finish)
 
-    def _say(self, piece: Tokens) -> bool:
+    def _hear(self, tokens: Tokens) -> bool:
+        return self._say(tokens, goes_on=True)
+
+    def _say(self, piece: Tokens, goes_on: bool = False) -> bool:
         """Puts a message with tokens; returns whether a stop string was completed by them and ended the output."""
         delta = self._detokenizer.push(piece.token_ids)
         token_ids, logprobs = piece.token_ids, piece.logprobs
@@ -285,7 +288,16 @@ class _Output:
         self._num_tokens += delta.num_tokens
         self._tell(delta.num_tokens)
         finish = None if delta.stopped is None else self._finish(FinishReason.STOP, delta.stopped)
-        self._outbox.put(self._index, piece.first_index, token_ids, delta.text, logprobs, piece.prompt_logprobs, finish)
+        self._outbox.put(
+            self._index,
+            piece.first_index,
+            token_ids,
+            delta.text,
+            logprobs,
+            piece.prompt_logprobs,
+            finish,
+            goes_on=goes_on and finish is None,
+        )
         return finish is not None
 
     def record(self) -> OutputRecord:

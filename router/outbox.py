@@ -47,16 +47,21 @@ class Outbox:
         logprobs: Sequence[TokenLogprob] = (),
         prompt_logprobs: Sequence[TokenLogprob] = (),
         finish: inference.Finish | None = None,
+        goes_on: bool = False,
     ) -> None:
-        """Adds what one output says next; its fields are those of `GenerateResponse`. After `close` it is dropped."""
+        """Adds what one output says next; its fields are those of `GenerateResponse`. After `close` it is dropped.
+
+        `goes_on`: no end comes with it, which should be one message with the last tokens.
+        """
         if self._closed:
             return
         if (
-            self._direct is not None
+            goes_on
+            and self._direct is not None
             # The reader waits in `take`: it has nothing in hand that would be overtaken, nor does anything wait here.
             and self._reader is not None
             and not self._reader.done()
-            and not (finish or logprobs or prompt_logprobs)
+            and not (logprobs or prompt_logprobs)
             and self._direct(index, token_ids, text)
         ):
             return
