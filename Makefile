@@ -5,7 +5,7 @@ PYTHON ?= python3.11
 ARGS ?=
 
 BIN := .venv/bin
-PROTOS := inference worker cluster
+PROTOS := inference worker cluster replica
 GENERATED := $(foreach name,$(PROTOS),$(name)_pb2.py $(name)_pb2.pyi $(name)_pb2_grpc.py)
 PROTOC := $(BIN)/python -m grpc_tools.protoc -I src
 

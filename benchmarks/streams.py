@@ -439,7 +439,8 @@ async def _run_http_floor(pipe: Connection, shape: Shape) -> None:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     server = HttpServer(app)
-    pipe.send(await server.open("127.0.0.1", 0))
+    (address,) = await server.open("127.0.0.1", 0)
+    pipe.send(address)
     await closed(pipe)
 
 

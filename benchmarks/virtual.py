@@ -1,6 +1,6 @@
 """Placement policies on a virtual clock: the router's own load book, queue and policies, and workers that only count.
 
-    python benchmarks/virtual.py [--load 0.8] [--cores 2] [--budget 2048] [--requests 4000]
+    python benchmarks/virtual.py [--load 0.8] [--cores 2] [--budget 2048] [--requests 4000] [--routers 1]
 
 A step of a worker takes a fixed time and one for each of its tokens, of a processor that it may have to share; a worker
 reports at the end of each step, as real ones do. Hand-offs take no time. Prints quantiles of TTFT for every policy on
@@ -15,7 +15,7 @@ import argparse
 import math
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -40,7 +40,10 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """`cores`: how many workers compute at full speed at once. `credit_steps`: infinite is dispatch at once."""
+    """`cores`: how many workers compute at full speed at once. `credit_steps`: infinite is dispatch at once.
+
+    `routers`: replicas, each with its own book and queue; a request comes to any of them by chance.
+    """
 
     policy: str
     prefill: int = 2
@@ -48,6 +51,7 @@ class Setup:
     cores: float = math.inf
     budget: int = 2048
     credit_steps: float = 2.0
+    routers: int = 1
     speed: Speed = field(default_factory=Speed)
 
 
@@ -55,6 +59,7 @@ class Setup:
 class _Job:
     """A leg on a worker: prompt tokens to compute, or tokens to generate."""
 
+    router: int
     query: PlacementQuery
     decode: str
     number: int
@@ -73,8 +78,8 @@ class _Worker:
         self._jobs: list[_Job] = []
         self._planned: list[int] = []
         self._reports = 0
-        self._submitted = 0
-        self._last_submit = 0
+        self._submitted = [0] * setup.routers
+        self._last_submit = [0] * setup.routers
 
     def describe(self) -> WorkerDescription:
         return WorkerDescription(
@@ -96,10 +101,15 @@ class _Worker:
             pid=1,
         )
 
-    def submit(self, query: PlacementQuery, decode: str, num_tokens: int) -> int:
-        self._submitted += 1
-        self._inbox.append(_Job(query, decode, self._submitted, num_tokens))
-        return self._submitted
+    def submit(self, router: int, query: PlacementQuery, decode: str, num_tokens: int) -> int:
+        self._submitted[router] += 1
+        self._inbox.append(_Job(router, query, decode, self._submitted[router], num_tokens))
+        return self._submitted[router]
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that it has yet to compute, whether it has looked at them or not."""
+        return sum(job.left for job in (*self._inbox, *self._jobs))
 
     def begin(self) -> None:
         """Plans the next step, if there is anything to do and none in progress."""
@@ -108,7 +118,7 @@ class _Worker:
         while self._inbox:
             job = self._inbox.popleft()
             self._jobs.append(job)
-            self._last_submit = job.number
+            self._last_submit[job.router] = job.number
         if not self._jobs:
             return
         speed = self._setup.speed
@@ -131,7 +141,7 @@ class _Worker:
         self._jobs = [job for job in self._jobs if job.left]
         return done
 
-    def report(self) -> LoadReport:
+    def report(self, router: int) -> LoadReport:
         self._reports += 1
         prefills = self.role is Role.PREFILL
         return LoadReport(
@@ -143,8 +153,18 @@ class _Worker:
             queued_tokens=sum(job.left for job in self._jobs) if prefills else 0,
             total_blocks=4096,
             free_blocks=4096,
-            last_submit=self._last_submit,
+            last_submit=self._last_submit[router],
         )
+
+
+class _Front:
+    """One router: its book and its queue."""
+
+    def __init__(self, setup: Setup, number: int) -> None:
+        self.book = LoadBook(setup.credit_steps, setup.routers)
+        settings = replace(RouterSettings(), max_queued_requests=1 << 30, max_queued_tokens=1 << 40)
+        policy = load_policy(setup.policy, Random(1 + number))
+        self.queue = DispatchQueue(self.book, PrefixIndex(), policy, settings, 0.0)
 
 
 class VirtualCluster:
@@ -153,10 +173,9 @@ class VirtualCluster:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._now = 0.0
-        self._book = LoadBook(setup.credit_steps)
-        settings = replace(RouterSettings(), max_queued_requests=1 << 30, max_queued_tokens=1 << 40)
-        policy = load_policy(setup.policy, Random(1))
-        self._queue = DispatchQueue(self._book, PrefixIndex(), policy, settings, 0.0)
+        self._fronts = [_Front(setup, number) for number in range(setup.routers)]
+        self._chance = Random(0)
+        self.peak_queued_tokens = 0
         roles = [(Role.PREFILL, setup.prefill), (Role.DECODE, setup.decode)]
         self._workers = {
             f"{role.value}-{index}": _Worker(f"{role.value}-{index}", role, setup)
@@ -164,8 +183,9 @@ class VirtualCluster:
             for index in range(size)
         }
         for worker in self._workers.values():
-            self._book.add_worker(worker.describe())
-            self._book.report(worker.report(), 0.0)
+            for number, front in enumerate(self._fronts):
+                front.book.add_worker(worker.describe())
+                front.book.report(worker.report(number), 0.0)
         self._ttft_s: list[float] = []
 
     def run(self, arrivals: Sequence[workload.Arrival]) -> list[float]:
@@ -178,8 +198,9 @@ class VirtualCluster:
                 max_new_tokens=arrival.output_tokens,
                 arrived_s=arrival.time_s,
             )
-            self._queue.push(query, None, self._now)
-            self._dispatch()
+            router = self._chance.randrange(len(self._fronts))
+            self._fronts[router].queue.push(query, None, self._now)
+            self._dispatch([router])
         self._run_until(math.inf)
         return self._ttft_s
 
@@ -205,29 +226,35 @@ class VirtualCluster:
 
     def _end_step(self, worker: _Worker) -> None:
         for job in worker.end():
-            query = job.query
+            query, book = job.query, self._fronts[job.router].book
             if worker.role is Role.DECODE:
-                self._book.ended(query.leg_id(Leg.DECODE))
+                book.ended(query.leg_id(Leg.DECODE))
                 continue
             self._ttft_s.append(self._now - query.arrived_s)
-            self._book.prefilled(query.leg_id(Leg.PREFILL))
-            self._book.ended(query.leg_id(Leg.PREFILL))
+            book.prefilled(query.leg_id(Leg.PREFILL))
+            book.ended(query.leg_id(Leg.PREFILL))
             if query.max_new_tokens > 1:
-                number = self._workers[job.decode].submit(query, "", query.max_new_tokens - 1)
-                self._book.sent(query.leg_id(Leg.DECODE), number)
+                number = self._workers[job.decode].submit(job.router, query, "", query.max_new_tokens - 1)
+                book.sent(query.leg_id(Leg.DECODE), number)
             else:
-                self._book.ended(query.leg_id(Leg.DECODE))
-        self._book.report(worker.report(), self._now)
-        self._dispatch()
+                book.ended(query.leg_id(Leg.DECODE))
+        # All hear it before one of them acts on it, as over the wire.
+        for number, front in enumerate(self._fronts):
+            front.book.report(worker.report(number), self._now)
+        self._dispatch(range(len(self._fronts)))
 
-    def _dispatch(self) -> None:
-        for decision in self._queue.advance(self._now):
-            placement, query = decision.outcome, decision.ticket.query
-            assert isinstance(placement, Placement)
-            assert placement.prefill is not None
-            assert placement.decode is not None
-            number = self._workers[placement.prefill].submit(query, placement.decode, placement.uncached_tokens)
-            self._book.sent(query.leg_id(Leg.PREFILL), number)
+    def _dispatch(self, routers: Iterable[int]) -> None:
+        for router in routers:
+            front = self._fronts[router]
+            for decision in front.queue.advance(self._now):
+                placement, query = decision.outcome, decision.ticket.query
+                assert isinstance(placement, Placement)
+                assert placement.prefill is not None
+                assert placement.decode is not None
+                to = self._workers[placement.prefill]
+                number = to.submit(router, query, placement.decode, placement.uncached_tokens)
+                front.book.sent(query.leg_id(Leg.PREFILL), number)
+                self.peak_queued_tokens = max(self.peak_queued_tokens, to.queued_tokens)
         for worker in self._workers.values():
             worker.begin()
 
@@ -248,13 +275,20 @@ def main() -> int:
     parser.add_argument("--load", type=float, default=0.8)
     parser.add_argument("--cores", type=float, default=math.inf, help="shared by all workers; default: one each")
     parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--routers", type=int, default=1, help="replicas with a book each, hit by chance")
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
     print("TTFT in ms: p50 / p90 / p99, a column a seed")
     for credit_steps in (2.0, math.inf):
         for policy in POLICIES:
             steps = credit_steps if math.isfinite(credit_steps) else 1e9 / arguments.budget
-            setup = Setup(policy, cores=arguments.cores, budget=arguments.budget, credit_steps=steps)
+            setup = Setup(
+                policy,
+                cores=arguments.cores,
+                budget=arguments.budget,
+                credit_steps=steps,
+                routers=arguments.routers,
+            )
             cells = []
             for seed in range(arguments.seeds):
                 plan = workload.requests("chat", arguments.requests, 1.0, seed, 0.1)

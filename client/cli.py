@@ -87,6 +87,7 @@ def _add_serve(commands: Any) -> None:
     parser.add_argument("--model", help="a directory, a Hugging Face id, or demo")
     parser.add_argument("--prefill", type=_count, metavar="N", help="number of prefill workers")
     parser.add_argument("--decode", type=_count, metavar="N", help="number of decode workers")
+    parser.add_argument("--routers", type=_positive_count, metavar="N", help="router processes behind one port")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--port", type=_port, help="of the gRPC address (default 50051; 0 takes a free one)")
     parser.add_argument("--http-port", type=_port, help="of the HTTP address (default 8000; 0 takes a free one)")
@@ -254,6 +255,8 @@ def _serve(options: argparse.Namespace) -> int:
             cluster_config = cluster_config.with_model(options.model)
         if options.device is not None:
             cluster_config = cluster_config.with_device(options.device)
+        if options.routers is not None:
+            cluster_config = cluster_config.with_replicas(options.routers)
         if options.port is not None or options.http_port is not None:
             port = cluster_config.router.port if options.port is None else options.port
             cluster_config = cluster_config.with_port(port, options.http_port)

@@ -189,11 +189,18 @@ def _router(message: cluster.ClusterStatus) -> Iterable[Text]:
     head.append(f", up {duration(router.uptime_s)}")
     if router.draining:
         head.append(", draining", style="yellow")
+    if message.router_replicas > 1:
+        missing = message.router_replicas - len(message.routers)
+        head.append(f", {len(message.routers)} of {message.router_replicas} routers", style="red" if missing else "")
     yield head
+    routers = message.routers or [router]
+    running, queued, requests, retries, failed, refused = (
+        sum(getattr(it, name) for it in routers)
+        for name in ("running", "queued", "requests_total", "retries_total", "failed_total", "refused_total")
+    )
     yield Text(
-        f"{counted(router.running, 'request')} running, {router.queued:,} queued, {router.requests_total:,} in all, "
-        f"{counted(router.retries_total, 'retry', 'retries')}, {router.failed_total:,} failed, "
-        f"{router.refused_total:,} refused"
+        f"{counted(running, 'request')} running, {queued:,} queued, {requests:,} in all, "
+        f"{counted(retries, 'retry', 'retries')}, {failed:,} failed, {refused:,} refused"
     )
 
 

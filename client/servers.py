@@ -7,6 +7,7 @@ Refuses to know: plans, times and summaries (`client.bench`).
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import ssl
@@ -24,6 +25,7 @@ from baton.client.resume import Patience
 _COMMON_TOKEN_IDS = range(1_000, 20_000)
 _COMMON_MODEL_LEN = 4096
 _LINGER_S = 0.5
+_CONNECTIONS = 16
 
 
 class BadAddress(ValueError):
@@ -31,17 +33,24 @@ class BadAddress(ValueError):
 
 
 class GrpcServer:
-    """A Baton router. A stream that breaks is an error here, not to be bridged: a benchmark must show it."""
+    """A Baton router. A stream that breaks is an error here, not to be bridged: a benchmark must show it.
+
+    It has as many connections as a crowd of clients would have: a router's replicas share connections, not streams.
+    """
 
     def __init__(self, target: str, token: str | None, timeout_s: float) -> None:
-        self._client = AsyncClient(target, token=token, timeout_s=timeout_s, patience=Patience(give_up_s=0.0))
+        patience = Patience(give_up_s=0.0)
+        self._clients = [
+            AsyncClient(target, token=token, timeout_s=timeout_s, patience=patience) for _ in range(_CONNECTIONS)
+        ]
+        self._numbers = itertools.count()
 
     async def model(self) -> ServedModel:
-        model = await self._client.model()
+        model = await self._clients[0].model()
         return ServedModel(model.name, model.max_model_len, ordinary_token_ids(model.vocab_size))
 
     async def stream(self, prompt: Sequence[int], output_tokens: int, seed: int) -> AsyncIterator[Message]:
-        generation = self._client.generate(
+        generation = self._clients[next(self._numbers) % _CONNECTIONS].generate(
             token_ids=prompt, max_tokens=output_tokens, min_tokens=output_tokens, ignore_eos=True, seed=seed
         )
         async with generation:
@@ -51,7 +60,8 @@ class GrpcServer:
                 yield Message(num_tokens, has_tokens=bool(output.token_ids))
 
     async def close(self) -> None:
-        await self._client.close()
+        for client in self._clients:
+            await client.close()
 
 
 def ordinary_token_ids(vocab_size: int) -> range:

@@ -83,7 +83,7 @@ class PoolStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., size: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ...) -> None: ...
 
 class RouterStatus(_message.Message):
-    __slots__ = ("incarnation", "queued", "running", "requests_total", "retries_total", "draining", "uptime_s", "rss_bytes", "pid", "queued_tokens", "max_queued_requests", "max_queued_tokens", "refused_total", "failed_total")
+    __slots__ = ("incarnation", "queued", "running", "requests_total", "retries_total", "draining", "uptime_s", "rss_bytes", "pid", "queued_tokens", "max_queued_requests", "max_queued_tokens", "refused_total", "failed_total", "number", "keeper", "grpc_address", "http_address", "peer_address")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,11 @@ class RouterStatus(_message.Message):
     MAX_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_TOTAL_FIELD_NUMBER: _ClassVar[int]
     FAILED_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    KEEPER_FIELD_NUMBER: _ClassVar[int]
+    GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PEER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     queued: int
     running: int
@@ -112,7 +117,12 @@ class RouterStatus(_message.Message):
     max_queued_tokens: int
     refused_total: int
     failed_total: int
-    def __init__(self, incarnation: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., requests_total: _Optional[int] = ..., retries_total: _Optional[int] = ..., draining: _Optional[bool] = ..., uptime_s: _Optional[float] = ..., rss_bytes: _Optional[int] = ..., pid: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., refused_total: _Optional[int] = ..., failed_total: _Optional[int] = ...) -> None: ...
+    number: int
+    keeper: bool
+    grpc_address: str
+    http_address: str
+    peer_address: str
+    def __init__(self, incarnation: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., requests_total: _Optional[int] = ..., retries_total: _Optional[int] = ..., draining: _Optional[bool] = ..., uptime_s: _Optional[float] = ..., rss_bytes: _Optional[int] = ..., pid: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., refused_total: _Optional[int] = ..., failed_total: _Optional[int] = ..., number: _Optional[int] = ..., keeper: _Optional[bool] = ..., grpc_address: _Optional[str] = ..., http_address: _Optional[str] = ..., peer_address: _Optional[str] = ...) -> None: ...
 
 class RecentRequest(_message.Message):
     __slots__ = ("number", "request_id", "face", "outcome", "message", "num_outputs", "prompt_tokens", "cached_tokens", "transferred_tokens", "recomputed_tokens", "completion_tokens", "prefill_worker", "decode_worker", "connector", "retries", "ttft_s", "timeline", "age_s")
@@ -155,18 +165,22 @@ class RecentRequest(_message.Message):
     def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., face: _Optional[str] = ..., outcome: _Optional[str] = ..., message: _Optional[str] = ..., num_outputs: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., transferred_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., connector: _Optional[str] = ..., retries: _Optional[int] = ..., ttft_s: _Optional[float] = ..., timeline: _Optional[_Union[_inference_pb2.Timeline, _Mapping]] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("model", "router", "pools", "recent", "version")
+    __slots__ = ("model", "router", "pools", "recent", "version", "routers", "router_replicas")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
     RECENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     model: str
     router: RouterStatus
     pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
     recent: _containers.RepeatedCompositeFieldContainer[RecentRequest]
     version: str
-    def __init__(self, model: _Optional[str] = ..., router: _Optional[_Union[RouterStatus, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[RecentRequest, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
+    routers: _containers.RepeatedCompositeFieldContainer[RouterStatus]
+    router_replicas: int
+    def __init__(self, model: _Optional[str] = ..., router: _Optional[_Union[RouterStatus, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[RecentRequest, _Mapping]]] = ..., version: _Optional[str] = ..., routers: _Optional[_Iterable[_Union[RouterStatus, _Mapping]]] = ..., router_replicas: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("worker_id", "timeout_s")

@@ -122,10 +122,9 @@ def serve(config: ClusterConfig) -> int:
         addresses = router.ready(config.router.worker_start_timeout_s, stop)
         if addresses is None:
             return 130
-        print(
-            f"ready  grpc {addresses.grpc}  http {addresses.http}  {time.monotonic() - began_s:.1f} s after start",
-            flush=True,
-        )
+        replicas = f"  {config.router.replicas} routers" if config.router.replicas > 1 else ""
+        took_s = time.monotonic() - began_s
+        print(f"ready  grpc {addresses.grpc}  http {addresses.http}{replicas}  {took_s:.1f} s after start", flush=True)
         teller = threading.Thread(target=_tell_incidents, args=(router, stop), name="incidents", daemon=True)
         teller.start()
         stop.wait()
@@ -168,6 +167,8 @@ def check(config: ClusterConfig) -> Path:
     Raises StartError or CheckpointError.
     """
     router, transfer = config.router, config.transfer
+    if router.replicas > 1 and not hasattr(socket, "SO_REUSEPORT"):
+        raise StartError(f"{router.replicas} router replicas on one port need SO_REUSEPORT, which this system lacks")
     for port in filter(None, (router.port, router.http_port)):
         with socket.socket(socket.AF_INET6 if ":" in router.host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

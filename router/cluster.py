@@ -22,7 +22,7 @@ from baton import __version__
 from baton.proto import cluster_pb2 as cluster
 from baton.proto import cluster_pb2_grpc
 from baton.proto.context import Context
-from baton.proto.messages import Role, RoleChange, WorkerDescription
+from baton.proto.messages import Role, WorkerDescription
 from baton.router.admission import FieldViolation
 from baton.router.placement import WorkerView
 from baton.router.router import Router
@@ -61,6 +61,15 @@ class WorkforceError(Exception):
     """A change that could not be made; the message is for a person."""
 
 
+class Changed(Protocol):
+    """How a change of role went: see RoleChange, which is one."""
+
+    @property
+    def drain_s(self) -> float: ...
+    @property
+    def num_moved(self) -> int: ...
+
+
 class Workforce(Protocol):
     """What the service asks of the fleet.
 
@@ -72,7 +81,7 @@ class Workforce(Protocol):
 
     async def drain(self, worker_id: str, timeout_s: float) -> int: ...
 
-    async def set_role(self, worker_id: str, role: Role, timeout_s: float | None, force: bool) -> RoleChange:
+    async def set_role(self, worker_id: str, role: Role, timeout_s: float | None, force: bool) -> Changed:
         """Returns when the worker serves in its role, drained before or not. `timeout_s`: for its running legs; None is
         the router's `drain_timeout_s`. `force`: also if nothing could be served afterwards."""
         ...
@@ -98,9 +107,13 @@ class Picture:
             pool = pools.setdefault(member.pool, cluster.PoolStatus(name=member.pool, role=role.value))
             pool.size += 1
             pool.workers.append(self._worker(member, views.get(member.worker_id)))
+        router, replicas = self.router(), self._router.replicas
+        routers = sorted([router, *replicas.others], key=lambda status: status.number)
         return cluster.ClusterStatus(
             model=self._router.config.model,
-            router=self._router_status(now),
+            router=router,
+            routers=routers,
+            router_replicas=replicas.count,
             pools=list(pools.values()),
             recent=self._router.recent.messages(),
             version=__version__,
@@ -133,8 +146,9 @@ class Picture:
             status.pace.CopyFrom(cluster.WorkerPace(**asdict(pace)))
         return status
 
-    def _router_status(self, now: float) -> cluster.RouterStatus:
-        router, settings = self._router, self._router.config.router
+    def router(self) -> cluster.RouterStatus:
+        """This replica alone."""
+        router, settings, replicas = self._router, self._router.config.router, self._router.replicas
         return cluster.RouterStatus(
             incarnation=router.incarnation,
             queued=router.dispatcher.num_requests,
@@ -147,9 +161,14 @@ class Picture:
             refused_total=router.recent.num_refused,
             failed_total=router.recent.num_failed,
             draining=router.draining,
-            uptime_s=now - router.started_s,
+            uptime_s=time.monotonic() - router.started_s,
             rss_bytes=psutil.Process().memory_info().rss,
             pid=os.getpid(),
+            number=replicas.number,
+            keeper=replicas.is_keeper,
+            grpc_address=replicas.grpc_address,
+            http_address=replicas.http_address,
+            peer_address=replicas.peer_address,
         )
 
 
@@ -179,6 +198,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             moved = await self._workforce.drain(request.worker_id, request.timeout_s or DEFAULT_DRAIN_S)
         except KeyError:
             await refuse(context, grpc.StatusCode.NOT_FOUND, f"worker_id {request.worker_id!r} is not in this cluster")
+        except WorkforceError as error:
+            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return cluster.DrainResponse(moved=moved)
 
     async def SetRole(self, request: cluster.SetRoleRequest, context: Context) -> cluster.SetRoleResponse:

@@ -50,6 +50,7 @@ MAX_POOL_SIZE = 4096
 class RouterSettings:
     """The front door and the dispatch queue.
 
+    `replicas`: router processes behind the same two ports, each with its share of what may be queued.
     `port` is gRPC's; a port of 0 takes a free one. `served_model_name`: what HTTP clients call the model, empty for its
     own name. `api_keys_file`: one key a line, which gRPC and HTTP clients must then show as a bearer token.
     `max_requests_per_s`: of one client by HTTP, 0 is no limit. `cors_origins`: sites whose pages may call, by commas.
@@ -61,6 +62,7 @@ class RouterSettings:
     """
 
     host: str = "127.0.0.1"
+    replicas: int = bounded(1, minimum=1, maximum=64)
     port: int = bounded(50051, minimum=0, maximum=65535)
     http_port: int = bounded(8000, minimum=0, maximum=65535)
     served_model_name: str = ""
@@ -80,6 +82,15 @@ class RouterSettings:
     connect_timeout_s: float = bounded(10.0, minimum=0.1)
     worker_start_timeout_s: float = bounded(300.0, minimum=1.0)
     max_message_mib: int = bounded(64, minimum=1, maximum=2047)
+
+    def share(self) -> RouterSettings:
+        """What one of the replicas goes by: of what may be queued, its part. `max_requests_per_s` stays: a client with
+        one connection meets one replica, and may use all that it is allowed there."""
+        return replace(
+            self,
+            max_queued_requests=-(-self.max_queued_requests // self.replicas),
+            max_queued_tokens=-(-self.max_queued_tokens // self.replicas),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +153,11 @@ class ClusterConfig:
             for pool in self.pools
         )
         return _checked(replace(self, pools=pools))
+
+    def with_replicas(self, replicas: int) -> ClusterConfig:
+        """As many router processes."""
+        checked_field(RouterSettings, "replicas", replicas, f"{SECTION}.router.replicas")
+        return replace(self, router=replace(self.router, replicas=replicas))
 
     def with_port(self, port: int, http_port: int | None = None) -> ClusterConfig:
         """gRPC on this port, and HTTP on the other if one is given."""

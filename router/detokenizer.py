@@ -15,7 +15,7 @@ grouped. That is what makes a resumed output join the earlier one without gap or
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.router.tokenizer import Tokenizer
 
@@ -26,8 +26,7 @@ _MAX_WINDOW_TOKENS = 16
 _TAIL_TOKENS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """What a push adds. `num_tokens` of the pushed tokens belong to the output: all of them, unless a stop string was
     completed on the way; `stopped` then names it. The stop string itself is never part of `text`."""
 
@@ -71,6 +70,8 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> Delta:
         if not self._stops:
+            if len(token_ids) == 1:
+                return Delta("" if token_ids[0] in self._silent_ids else self._text.push(token_ids[0]), 1)
             texts = [self._text.push(token_id) for token_id in token_ids if token_id not in self._silent_ids]
             return Delta("".join(texts), len(token_ids))
         parts: list[str] = []

@@ -18,10 +18,11 @@ import asyncio
 import inspect
 import logging
 import os
+import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -34,13 +35,16 @@ from ray._private import parameter
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from ray.experimental import internal_kv
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from baton.proto.messages import Role, RoleChange, RoleKept, WorkerDescription
 from baton.proto.settings import RankSettings, WorkerSettings
-from baton.router.cluster import Member, WorkerState, WorkforceError
+from baton.router.cluster import ClusterService, Member, WorkerState, WorkforceError
 from baton.router.config import ClusterConfig, PoolConfig
+from baton.router.follower import Follower, FollowerService
+from baton.router.keeper import KeeperService
 from baton.router.link import WorkerLink
+from baton.router.replicas import PeerServer
 from baton.router.roles import allowed_drain_s, refusal
 from baton.router.router import Router
 from baton.router.server import Addresses, RouterServer
@@ -59,6 +63,7 @@ STOP_S = 5.0
 TURN_S = 60.0
 """For how long a worker may be about a change of its role when its legs have had their time."""
 MAX_INCIDENTS, INCIDENT_WAIT_S = 100, 10.0
+FIND_S = 10.0
 
 Result = TypeVar("Result")
 
@@ -203,31 +208,79 @@ class RouterHost:
     """The Ray actor around the router. Works from its constructor on, so a restart by Ray needs nobody's help."""
 
     def __init__(
-        self, config: ClusterConfig, model_dir: Path, factories: Mapping[Role, WorkerFactory], namespace: str
+        self,
+        config: ClusterConfig,
+        model_dir: Path,
+        factories: Mapping[Role, WorkerFactory],
+        namespace: str,
+        number: int = 0,
     ) -> None:
-        configure_logs(config.observability, "router")
+        """`number`: of the replica. The one with 0 is the keeper: it has the fleet, the others follow it."""
+        configure_logs(config.observability, f"router-{number}" if number else "router")
         self._namespace = namespace
+        self._number = number
         self._thread = LoopThread("router")
-        self._config = config
+        self._config = replace(config, router=config.router.share())
         self._model_dir = model_dir
         self._factories = factories
         self._server: RouterServer | None = None
-        self._fleet: Fleet | None = None
+        self._fleet: Fleet | Follower | None = None
+        self._keeper: KeeperService | None = None
+        self._peers: PeerServer | None = None
+        self._peer_address: Future[str] = Future()
         self._outcome: Future[Addresses | StartFailure] = self._thread.start(self._serve())
 
     async def _serve(self) -> Addresses | StartFailure:
         try:
-            router = Router(self._config, Tokenizer(self._model_dir))
-            self._fleet = Fleet(self._config, router, self._factories, self._namespace)
-            self._server = RouterServer(router, self._fleet)
-            addresses = await self._server.open(self._config.router, patience_s=5.0)
-            await self._fleet.open()
+            router = Router(self._config, Tokenizer(self._model_dir), self._number)
+            addresses = await (self._keep(router) if router.replicas.is_keeper else self._follow(router))
             await router.prove_ready()
-            await self._server.mark_ready()
+            if self._server is not None:
+                await self._server.mark_ready()
         except Exception as error:
             log.exception("the router cannot start")
             return StartFailure(str(error) or type(error).__name__)
         return addresses
+
+    async def _keep(self, router: Router) -> Addresses:
+        """Serves with a fleet of its own."""
+        self._fleet = fleet = Fleet(self._config, router, self._factories, self._namespace)
+        self._server = RouterServer(router, fleet)
+        self._keeper = KeeperService(router, fleet, self._server.gateway)
+        addresses = await self._open(router, self._server, PeerServer(self._keeper, ClusterService(router, fleet)))
+        await fleet.open()
+        self._keeper.open()
+        return addresses
+
+    async def _follow(self, router: Router) -> Addresses:
+        """Serves with the workers that the keeper names."""
+        self._fleet = follower = Follower(router, partial(_peer_address_of, ROUTER_NAME, self._namespace))
+        self._server = RouterServer(router, follower)
+        service = FollowerService(follower, self._server.gateway)
+        addresses = await self._open(router, self._server, PeerServer(service))
+        await follower.open(self._config.router.worker_start_timeout_s)
+        return addresses
+
+    async def _open(self, router: Router, server: RouterServer, peers: PeerServer) -> Addresses:
+        """Opens the ports: those for clients, and with other replicas that for them."""
+        addresses = await server.open(self._config.router, patience_s=5.0)
+        replicas = router.replicas
+        replicas.grpc_address, replicas.http_address = addresses.own_grpc, addresses.own_http
+        if replicas.count > 1:
+            host = self._config.router.host
+            self._peers = peers
+            loopback = host in ("127.0.0.1", "::1")
+            replicas.peer_address = await peers.open(host if loopback else ray.util.get_node_ip_address())
+            self._peer_address.set_result(replicas.peer_address)
+        return addresses
+
+    def node_id(self) -> str:
+        node_id: str = ray.get_runtime_context().get_node_id()
+        return node_id
+
+    def peer_address(self) -> str:
+        """Blocks until the other replicas can reach this one; returns where."""
+        return self._peer_address.result(timeout=60)
 
     def ready(self) -> Addresses | StartFailure:
         """Blocks until the router serves; returns its addresses."""
@@ -238,10 +291,14 @@ class RouterHost:
         return self._thread.start(self._incident(timeout_s)).result()
 
     async def _incident(self, timeout_s: float) -> str:
-        if self._fleet is None:
+        if not isinstance(self._fleet, Fleet):
             await asyncio.sleep(timeout_s)
             return ""
         return await self._fleet.incident(timeout_s)
+
+    def drain(self, drain_s: float) -> bool:
+        """Takes no more requests; returns whether all ended in time."""
+        return self._thread.start(self._server.drain(drain_s)).result() if self._server is not None else True
 
     def stop(self, drain_s: float) -> bool:
         """Drains, then ends every worker. Returns whether all requests ended in time."""
@@ -251,9 +308,23 @@ class RouterHost:
         drained = await self._server.drain(drain_s) if self._server is not None else True
         if self._server is not None:
             await self._server.close()
+        if self._keeper is not None:
+            self._keeper.close()
+        if self._peers is not None:
+            await self._peers.close()
         if self._fleet is not None:
             await self._fleet.close()
         return drained
+
+
+async def _peer_address_of(name: str, namespace: str) -> str:
+    """Where the replicas reach a router's present process. Raises OSError if there is none that answers."""
+    try:
+        actor = await asyncio.to_thread(ray.get_actor, name, namespace)
+        address: str = await _result(actor.peer_address.remote(), FIND_S)
+    except (RayError, ValueError, TimeoutError) as error:
+        raise OSError(f"{name} does not answer: {str(error).partition(chr(10))[0] or type(error).__name__}") from error
+    return address
 
 
 def _end_process(error: BaseException) -> None:
@@ -352,12 +423,19 @@ class Fleet:
         async with post.changing:
             self._require(post)
             self._set_draining(post, True)
-            link = post.link
-            if link is None or await link.rest(timeout_s):
-                return 0
-            moved = link.num_legs
-            await link.close()
-            return moved
+            moved, elsewhere = await asyncio.gather(
+                self._empty(post, timeout_s), self._router.replicas.drain(worker_id, timeout_s)
+            )
+            return moved + elsewhere
+
+    async def _empty(self, post: Post, timeout_s: float) -> int:
+        """This replica's part of a drain."""
+        link = post.link
+        if link is None or await link.rest(timeout_s):
+            return 0
+        moved = link.num_legs
+        await link.close()
+        return moved
 
     async def set_role(self, worker_id: str, role: Role, timeout_s: float | None, force: bool) -> RoleChange:
         """See `Workforce`. The change goes on when the caller has gone away."""
@@ -624,37 +702,42 @@ async def _result(reference: Any, timeout_s: float) -> Any:
 
 
 class RouterHandle:
-    """The router's actor, as the process sees it that launched it."""
+    """The router's actors, one a replica and the keeper first, as the process sees them that launched them."""
 
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
+    def __init__(self, actors: Sequence[Any], held: Sequence[socket.socket] = ()) -> None:
+        """`held`: sockets that keep the replicas' ports until all of them serve."""
+        self._actors = actors
+        self._held = held
 
     def ready(self, timeout_s: float, cancelled: threading.Event) -> Addresses | None:
-        """Waits until the router serves; returns its addresses, None if cancelled.
+        """Waits until every replica serves; returns their shared addresses, None if cancelled.
 
-        Raises FleetError with the reason if it cannot serve.
+        Raises FleetError with the reason if one cannot serve.
         """
-        reference = self._actor.ready.remote()
+        waiting = [actor.ready.remote() for actor in self._actors]
         deadline = time.monotonic() + timeout_s
         while not cancelled.is_set():
+            # Not the keeper first: a follower that fails, fails while the keeper waits for workers.
+            done, waiting = ray.wait(waiting, timeout=0.1)
             try:
-                outcome = ray.get(reference, timeout=0.1)
-            except GetTimeoutError:
-                if time.monotonic() > deadline:
-                    raise FleetError(f"no request went through within {timeout_s:.0f} s") from None
+                outcomes = ray.get(done)
             except RayError as error:
                 raise FleetError(f"the router did not start: {str(error).splitlines()[0]}") from error
-            else:
+            for outcome in outcomes:
                 if isinstance(outcome, StartFailure):
                     raise FleetError(outcome.message)
                 assert isinstance(outcome, Addresses)
-                return outcome
+                if not waiting:
+                    self._let_go()
+                    return outcome
+            if time.monotonic() > deadline:
+                raise FleetError(f"no request went through within {timeout_s:.0f} s")
         return None
 
     def incidents(self, stopped: threading.Event) -> Iterator[str]:
         """What a person at the terminal should know, as it happens, until the event is set or the router is gone."""
         while not stopped.is_set():
-            reference = self._actor.incident.remote(INCIDENT_WAIT_S)
+            reference = self._actors[0].incident.remote(INCIDENT_WAIT_S)
             line = ""
             while not stopped.is_set():
                 try:
@@ -669,14 +752,24 @@ class RouterHandle:
 
     def stop(self, drain_s: float) -> bool:
         """Drains and ends router and workers; returns whether all requests ended in time."""
+        keeper, *followers = self._actors
         try:
-            drained: bool = ray.get(self._actor.stop.remote(drain_s), timeout=drain_s + 60)
+            drained: list[bool] = ray.get([actor.drain.remote(drain_s) for actor in self._actors], timeout=drain_s + 60)
+            # Followers first, as they hold on to the workers that the keeper then ends.
+            ray.get([actor.stop.remote(0.0) for actor in followers], timeout=60)
+            ray.get(keeper.stop.remote(0.0), timeout=60)
         except RayError as error:
             log.warning("the router could not be drained: %s", str(error).splitlines()[0])
             return False
         finally:
-            ray.kill(self._actor, no_restart=True)
-        return drained
+            self._let_go()
+            for actor in (*followers, keeper):
+                ray.kill(actor, no_restart=True)
+        return all(drained)
+
+    def _let_go(self) -> None:
+        for holder in self._held:
+            holder.close()
 
 
 def open_ray(num_cpus: float = 0.0, resources: Mapping[str, float] | None = None) -> bool:
@@ -739,22 +832,49 @@ def close_ray() -> None:
 def start_router(
     config: ClusterConfig, model_dir: Path, factories: Mapping[Role, WorkerFactory], namespace: str = NAMESPACE
 ) -> RouterHandle:
-    """Starts the router's actor, which starts the rest. Ray restarts it if it dies; workers outlive it.
+    """Starts the router's actors, of which the first starts the rest. Ray restarts what dies; workers outlive them.
 
     Clusters in different namespaces share a Ray and nothing else.
     """
-    actor = (
-        ray.remote(RouterHost)
-        .options(
-            name=ROUTER_NAME,
-            namespace=namespace,
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
-            max_task_retries=-1,
-            max_concurrency=16,
-            num_cpus=0,
+    replicas = config.router.replicas
+    config, held = _with_ports(config) if replicas > 1 else (config, [])
+    node: NodeAffinitySchedulingStrategy | None = None
+    actors: list[Any] = []
+    for number in range(replicas):
+        actor: Any = (
+            ray.remote(RouterHost)
+            .options(
+                name=f"{ROUTER_NAME}-{number}" if number else ROUTER_NAME,
+                namespace=namespace,
+                lifetime="detached",
+                get_if_exists=True,
+                max_restarts=-1,
+                max_task_retries=-1,
+                max_concurrency=16 + replicas,
+                num_cpus=0,
+                scheduling_strategy=node,
+            )
+            .remote(config, model_dir, dict(factories), namespace, number)
         )
-        .remote(config, model_dir, dict(factories), namespace)
-    )
-    return RouterHandle(actor)
+        if replicas > 1 and node is None:
+            # One port is of one machine.
+            node = NodeAffinitySchedulingStrategy(ray.get(actor.node_id.remote()), soft=True)
+        actors.append(actor)
+    return RouterHandle(actors, held)
+
+
+def _with_ports(config: ClusterConfig) -> tuple[ClusterConfig, list[socket.socket]]:
+    """The same with free ports in place of 0: replicas have to agree on them, and find them again after a restart.
+
+    The sockets keep others from taking the ports, but not the replicas, until they are closed.
+    """
+    router, held = config.router, []
+    family = socket.AF_INET6 if ":" in router.host else socket.AF_INET
+    for name in ("port", "http_port"):
+        if getattr(router, name) == 0:
+            holder = socket.socket(family)
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            holder.bind((router.host, 0))
+            router = replace(router, **{name: holder.getsockname()[1]})
+            held.append(holder)
+    return replace(config, router=router), held

@@ -48,7 +48,8 @@ class Gateway:
 
     def __init__(self, router: Router) -> None:
         self.router = router
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, Generation] = {}
+        self._hunts: set[asyncio.Task[bool]] = set()
 
     async def open(self, request: inference.GenerateRequest, call: Call) -> Generation | Refused:
         """Admits a request. Nothing runs until the generation's messages are asked for."""
@@ -59,12 +60,18 @@ class Gateway:
             self.router.observers.refused(outcome.trouble.value, call, fields)
         return outcome
 
-    def abort(self, request_id: str) -> bool:
-        """Ends a request that is in progress; False if there is none of that name."""
-        task = self._tasks.get(request_id)
-        if task is not None:
-            task.cancel()
-        return task is not None
+    def abort(self, request_id: str, resumed_tokens: int | None = None) -> bool:
+        """Ends a request that is in progress here; False if there is none of that name.
+
+        With `resumed_tokens`, one that resumes after as many tokens or more is not meant: it is the later self.
+        """
+        running = self._running.get(request_id)
+        if running is None:
+            return False
+        if resumed_tokens is not None and len(running.admitted.resume_token_ids) >= resumed_tokens:
+            return False
+        running.abort()
+        return True
 
     async def _open(self, request: inference.GenerateRequest, call: Call, arrived_s: float) -> Generation | Refused:
         if self.router.draining:
@@ -75,14 +82,24 @@ class Gateway:
         if not isinstance(admitted, Admitted):
             message = "; ".join(violation.description for violation in admitted)
             return Refused(Trouble.INVALID, message, violations=tuple(admitted))
-        former = self._tasks.get(admitted.request_id)
+        request_id, num_resumed = admitted.request_id, len(admitted.resume_token_ids)
+        former = self._running.get(request_id)
+        if former is not None and not num_resumed:
+            return Refused(Trouble.EXISTS, f"request_id {request_id!r} is in progress")
+        # A request that resumes replaces its own former self, whose client has lost the stream, wherever that runs.
         if former is not None:
-            if not admitted.resume_token_ids:
-                return Refused(Trouble.EXISTS, f"request_id {admitted.request_id!r} is in progress")
-            # A request that resumes replaces its own former self, whose client has lost the stream.
-            former.cancel()
+            former.abort()
+        elif num_resumed:
+            self._hunt(request_id, num_resumed)
         chat = request.WhichOneof("prompt") == "chat"
-        return Generation(self.router, self._tasks, admitted, call, arrived_s, chat)
+        return Generation(self.router, self._running, admitted, call, arrived_s, chat)
+
+    def _hunt(self, request_id: str, num_resumed: int) -> None:
+        """Has the other replicas end a request's former self; nothing waits for it."""
+        if self.router.replicas.others:
+            hunt = asyncio.create_task(self.router.replicas.abort(request_id, num_resumed))
+            self._hunts.add(hunt)
+            hunt.add_done_callback(self._hunts.discard)
 
     async def _admit(self, request: inference.GenerateRequest) -> Admitted | list[FieldViolation] | NotFound:
         """Checks and tokenizes; long texts and grammars in a thread, so that they hold nobody up."""
@@ -98,7 +115,7 @@ class Generation:
     def __init__(
         self,
         router: Router,
-        tasks: dict[str, asyncio.Task[None]],
+        running: dict[str, Generation],
         admitted: Admitted,
         call: Call,
         arrived_s: float,
@@ -107,7 +124,8 @@ class Generation:
         self.admitted = admitted
         self._chat = chat
         self._router = router
-        self._tasks = tasks
+        self._running = running
+        self._task: asyncio.Task[None] | None = None
         self._call = call
         self._arrived_s = arrived_s
         self._arrived_unix_s = time.time() - (time.monotonic() - arrived_s)
@@ -126,9 +144,9 @@ class Generation:
         deadline_s = self._deadline()
         fork = self._router.fork(self.admitted.n)
         self._outputs = [_Output(self, index, deadline_s, fork) for index in range(self.admitted.n)]
-        task = asyncio.create_task(self._run())
+        self._task = task = asyncio.create_task(self._run())
         task.add_done_callback(self._close)
-        self._tasks[request_id] = task
+        self._running[request_id] = self
         self._router.begin()
         try:
             while (message := await self.outbox.take()) is not None:
@@ -139,8 +157,13 @@ class Generation:
                     return
         finally:
             task.cancel()
-            if self._tasks.get(request_id) is task:
-                del self._tasks[request_id]
+            if self._running.get(request_id) is self:
+                del self._running[request_id]
+
+    def abort(self) -> None:
+        """Ends it from elsewhere: each output says so in its last message."""
+        if self._task is not None:
+            self._task.cancel()
 
     def _deadline(self) -> float:
         """The client's deadline, at most the router's own bound, as a time of the router's clock."""
@@ -229,7 +252,7 @@ class _Output:
 
     async def run(self) -> None:
         """Puts the output's messages into the outbox, `finish` last."""
-        async with aclosing(self.journey.run()) as pieces:
+        async with aclosing(self.journey.run(self._hear)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Failed):
                     self.fail(piece)
@@ -253,7 +276,10 @@ class _Output:
         finish = self._finish(reason, rest.stopped or "")
         self._outbox.put(self._index, self._num_tokens, (), rest.text, finish=finish)
 
-    def _say(self, piece: Tokens) -> bool:
+    def _hear(self, tokens: Tokens) -> bool:
+        return self._say(tokens, goes_on=True)
+
+    def _say(self, piece: Tokens, goes_on: bool = False) -> bool:
         """Puts a message with tokens; returns whether a stop string was completed by them and ended the output."""
         delta = self._detokenizer.push(piece.token_ids)
         token_ids, logprobs = piece.token_ids, piece.logprobs
@@ -262,7 +288,16 @@ class _Output:
         self._num_tokens += delta.num_tokens
         self._tell(delta.num_tokens)
         finish = None if delta.stopped is None else self._finish(FinishReason.STOP, delta.stopped)
-        self._outbox.put(self._index, piece.first_index, token_ids, delta.text, logprobs, piece.prompt_logprobs, finish)
+        self._outbox.put(
+            self._index,
+            piece.first_index,
+            token_ids,
+            delta.text,
+            logprobs,
+            piece.prompt_logprobs,
+            finish,
+            goes_on=goes_on and finish is None,
+        )
         return finish is not None
 
     def record(self) -> OutputRecord:

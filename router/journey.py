@@ -21,6 +21,7 @@ from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequenc
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 from baton.proto.messages import (
     FailureKind,
@@ -62,8 +63,7 @@ class Errand:
     traceparent: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(NamedTuple):
     """Output tokens in order, without gap or repeat. `first_index` is the position of the first in the output."""
 
     first_index: int
@@ -138,6 +138,7 @@ class Journey:
         self._settings = settings
         self._clock = clock
         self._output: list[int] = list(errand.resume_token_ids)
+        self._listener: Callable[[Tokens], bool] | None = None
         self._fork = fork
         self._brings: Fork | None = None  # to be told when the prompt's KV is on a worker
         self._forked: Landing | None = None  # where the present attempt has started from
@@ -151,8 +152,13 @@ class Journey:
         """The tokens so far, with those that the client had before. To be read only."""
         return self._output
 
-    def run(self) -> AsyncGenerator[Piece, None]:
-        """Yields tokens, then Ended or Failed. See the module's drawing."""
+    def run(self, hear: Callable[[Tokens], bool] | None = None) -> AsyncGenerator[Piece, None]:
+        """Yields tokens, then Ended or Failed. See the module's drawing.
+
+        With `hear`, most tokens are not yielded: it is called with them the moment they come, in order with those that
+        are yielded. When it returns True, the generator ends without Ended or Failed.
+        """
+        self._listener = hear
         return self._attempts() if self._fork is None else self._part(self._fork)
 
     async def _part(self, fork: Fork) -> AsyncGenerator[Piece, None]:
@@ -198,6 +204,8 @@ class Journey:
                 self._open(legs, query, placed)
                 while failure is None:
                     event = await legs.next(self._time_left(handoff_until_s))
+                    if event is None and legs.heard_enough:
+                        return
                     if event is None and self._time_left() == 0.0:
                         yield self._end(Failed(Trouble.DEADLINE, "the deadline passed while the request was running"))
                         return
@@ -221,6 +229,7 @@ class Journey:
                             # Decode runs, so it has the KV and prefill has its blocks back.
                             handoff_until_s = None
                             legs.ended(prefill_id)
+                            self._stream(legs, decode_id)
                         elif event.sequence_id == prefill_id:
                             self._book.prefilled(event.sequence_id)
                             if placed.decode is None:
@@ -232,6 +241,8 @@ class Journey:
                                 legs.add(late)
                                 self._open_decode(legs, query, placed)
                             handoff_until_s = self._clock() + self._settings.handoff_timeout_s
+                        else:
+                            self._stream(legs, event.sequence_id)
             finally:
                 legs.close()
                 self._dispatcher.wake()
@@ -340,6 +351,18 @@ class Journey:
         assert worker_id is not None
         fork.parted(Landing(worker_id, self._clock(), replace(self.ledger), self._prompt_logprobs))
         self._brings = None
+
+    def _stream(self, legs: Legs, sequence_id: str) -> None:
+        """Generation has begun on this leg. What is left of it needs no decision until it ends."""
+        listener = self._listener
+        if listener is None:
+            return
+
+        def hear(batch: TokenBatch) -> bool:
+            tokens = self._take(batch, decodes=True)
+            return tokens is not None and listener(tokens)
+
+        legs.stream(sequence_id, hear)
 
     def _take(self, batch: TokenBatch, decodes: bool) -> Tokens | None:
         """What a batch adds to the output: nothing that the client has already."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from baton.proto.messages import FailureKind, Leg, LegFailure, Request, TokenBatch
 from baton.router.link import LegEvent, WorkerLink
@@ -38,8 +38,12 @@ class Legs:
         self._events: deque[LegEvent] = deque()
         self._alarm = _Alarm()
         self._early: list[TokenBatch] | None = []
+        self._streaming_id = ""
+        self._hear: Callable[[TokenBatch], bool] | None = None
+        self._broken: Exception | None = None
         self._open: dict[str, WorkerLink] = {}
         self._booked: list[Placement] = [placement]
+        self.heard_enough = False
 
     def add(self, placement: Placement) -> None:
         """A further placement of the same attempt: it is released with the rest."""
@@ -59,10 +63,20 @@ class Legs:
         self._receive(LegFailure(sequence_id, FailureKind.WORKER_LOST, f"{worker_id} is gone"))
 
     async def next(self, timeout_s: float | None) -> LegEvent | None:
-        """The next event of any leg; None when the time is over."""
-        if not self._events:
+        """The next event of any leg; None when the time is over, or who hears a leg has heard enough."""
+        if not self._events and not self.heard_enough:
             await self._alarm.wait(timeout_s)
-        return self._events.popleft() if self._events else None
+        if self._broken is not None:
+            raise self._broken
+        return self._events.popleft() if self._events and not self.heard_enough else None
+
+    def stream(self, sequence_id: str, hear: Callable[[TokenBatch], bool]) -> None:
+        """From here on `hear` gets the leg's tokens the moment they come, but for those that also end it or that come
+        while others wait: a coroutine that is woken for each costs more than all else that a token costs.
+
+        It returns whether it has heard enough. What it raises, `next` raises.
+        """
+        self._streaming_id, self._hear = sequence_id, hear
 
     def ended(self, sequence_id: str) -> None:
         """The leg has ended by itself: its load is released now, not at the end of the attempt."""
@@ -81,6 +95,23 @@ class Legs:
             self._book.withdraw(self._query, placement)
 
     def _receive(self, event: LegEvent) -> None:
+        if (
+            self._hear is not None
+            and not self._events
+            and isinstance(event, TokenBatch)
+            and event.sequence_id == self._streaming_id
+            and event.summary is None
+            and event.finish_reason is None
+        ):
+            try:
+                self.heard_enough = self._hear(event)
+            except Exception as error:  # noqa: BLE001 - raised by `next`, where it belongs
+                # The worker's stream, which calls this, is shared with others; the fault is this request's.
+                self._broken = error
+            if self.heard_enough or self._broken is not None:
+                self._hear = None
+                self._alarm.wake()
+            return
         if isinstance(event, LegFailure):
             if self._early is None and event.sequence_id == self._prefill_id and self._decode_id in self._open:
                 self.ended(event.sequence_id)

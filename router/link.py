@@ -23,7 +23,6 @@ from baton.proto.messages import (
     Request,
     TokenBatch,
     WorkerDescription,
-    WorkerReport,
 )
 
 log = logging.getLogger(__name__)
@@ -162,17 +161,20 @@ class WorkerLink:
                 self._connected = True
                 self._opened.set()
                 continue
-            report = WorkerReport.from_wire(message)
-            for batch in report.batches:
+            for said in message.batches:
+                batch = TokenBatch.from_wire(said)
                 self._deliver(batch, ended=batch.finish_reason is not None)
-            for failure in report.failures:
-                self._deliver(failure, ended=True)
-            if report.load is not None:
-                self._reported(report.load)
+            for failure in message.failures:
+                self._deliver(LegFailure.from_wire(failure), ended=True)
+            if message.HasField("load"):
+                self._reported(LoadReport.from_wire(message.load))
 
     def _deliver(self, event: LegEvent, ended: bool) -> None:
-        mailbox = self._mailboxes.pop(event.sequence_id, None) if ended else self._mailboxes.get(event.sequence_id)
-        self._note_rest()
+        if ended:
+            mailbox = self._mailboxes.pop(event.sequence_id, None)
+            self._note_rest()
+        else:
+            mailbox = self._mailboxes.get(event.sequence_id)
         if mailbox is not None:
             mailbox(event)
 

@@ -66,11 +66,24 @@ class _Worker:
 
 class LoadBook:
     """Who has how much to do, as far as this router can know. `credit_steps`: prompt tokens that a worker may hold
-    uncomputed, in multiples of its `max_num_batched_tokens`."""
+    uncomputed, in multiples of its `max_num_batched_tokens`.
 
-    def __init__(self, credit_steps: float = 2.0) -> None:
+    Of `replicas` routers each has a book. A report counts what all of them have sent, so what it leaves of a worker's
+    credit is divided among them until the next one:
+
+        |<------------------------ credit ----------------------->|
+        |  reported, from any replica  |  share  |  share  | share |    own unseen legs are taken off the own share
+
+    A replica that has sent nothing since the report may send one leg that fits into all of what is left, or else a
+    prompt above a share would wait for an idle worker. So between two reports a worker may get, beyond its credit, at
+    most one prompt from each replica but the first; and a replica that is alone busy can still use the whole credit, a
+    share a report.
+    """
+
+    def __init__(self, credit_steps: float = 2.0, replicas: int = 1) -> None:
         self.counts = LoadCounts()
         self._credit_steps = credit_steps
+        self._replicas = replicas
         self._workers: dict[str, _Worker] = {}
         self._worker_of: dict[str, str] = {}
 
@@ -205,19 +218,21 @@ class LoadBook:
     def _view(self, worker: _Worker, now: float) -> WorkerView:
         description, report = worker.description, worker.report
         total_kv_tokens = description.num_blocks * description.block_size
-        queued_tokens = sum(leg.prefill_tokens for leg in worker.unseen.values())
-        running = len(worker.unseen)
+        unseen_tokens = sum(leg.prefill_tokens for leg in worker.unseen.values())
+        unseen = len(worker.unseen)
         used_kv_tokens = sum(leg.kv_tokens for leg in worker.unseen.values())
+        reported_tokens = reported = 0
         if report is not None:
-            queued_tokens += report.queued_tokens
-            running += report.running + report.waiting + report.receiving
+            reported_tokens = report.queued_tokens
+            reported = report.running + report.waiting + report.receiving
             used_kv_tokens += (report.total_blocks - report.free_blocks) * description.block_size
         # A decode worker knows of a leg before it reserves blocks for it, so its report alone can promise too much.
-        running = max(running, len(worker.legs))
-        used_kv_tokens = max(used_kv_tokens, worker.kv_tokens)
+        running = max(reported + unseen, len(worker.legs))
+        used_kv_tokens = max(used_kv_tokens, self._promised_kv_tokens(worker, running))
         max_sequences = description.max_num_seqs
         if description.role is Role.PREFILL:
             max_sequences = int(self._credit_steps * max_sequences) or 1
+        max_tokens = int(self._credit_steps * description.max_num_batched_tokens)
         return WorkerView(
             worker_id=description.worker_id,
             incarnation=description.incarnation,
@@ -227,13 +242,25 @@ class LoadBook:
             max_num_batched_tokens=description.max_num_batched_tokens,
             max_num_seqs=description.max_num_seqs,
             total_kv_tokens=total_kv_tokens,
-            queued_tokens=queued_tokens,
+            queued_tokens=reported_tokens + unseen_tokens,
             running=running,
             free_kv_tokens=max(0, total_kv_tokens - used_kv_tokens),
-            credit_tokens=max(0, int(self._credit_steps * description.max_num_batched_tokens) - queued_tokens),
-            credit_sequences=max(0, max_sequences - running),
+            credit_tokens=self._share(max_tokens - reported_tokens, unseen_tokens, unseen),
+            credit_sequences=self._share(max_sequences - (running - unseen), unseen, unseen),
             in_flight=len(worker.legs),
             step_s=report.step_s if report is not None else 0.0,
             draining=worker.takes_nothing,
             age_s=now - worker.reported_at if report is not None else None,
         )
+
+    def _share(self, left: int, used: int, unseen: int) -> int:
+        """This replica's part of what the last report leaves, less what it has used since; see the class."""
+        share = -(-left // self._replicas) if unseen else left
+        return max(0, share - used)
+
+    def _promised_kv_tokens(self, worker: _Worker, running: int) -> int:
+        """What the legs on a worker will hold: this router's as it knows them, the others' as if they were alike."""
+        own = len(worker.legs)
+        if self._replicas == 1 or not own or running <= own:
+            return worker.kv_tokens
+        return worker.kv_tokens * running // own

@@ -26,7 +26,7 @@ from baton.router.ledger import Timeline
 from baton.router.observe import Call, Face, OutputRecord, RequestRecord
 from baton.router.placement import WorkerView
 from baton.router.router import Router
-from baton.telemetry.metrics import LATENCY_S, TOKEN_GAP_S, TOKENS, Figures, Meter, Page
+from baton.telemetry.metrics import LATENCY_S, TOKEN_GAP_S, TOKENS, Figures, Meter, Page, Tally
 
 ENGINE = "router"
 STAGES = tuple(name for name in Timeline.__dataclass_fields__ if name != "total")
@@ -57,9 +57,7 @@ class RouterMetrics:
         self._ttft_s = meter.histogram(
             "vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", LATENCY_S
         )()
-        self._gap_s = meter.histogram(
-            "vllm:inter_token_latency_seconds", "Between two messages with tokens of one output.", TOKEN_GAP_S
-        )()
+        self._gap_s = Tally(TOKEN_GAP_S)
         self._e2e_s = meter.histogram(
             "vllm:e2e_request_latency_seconds", "From a request's arrival to its end, if it went well.", LATENCY_S
         )()
@@ -174,8 +172,13 @@ class RouterMetrics:
         return Page(self._meter.registry, figures)
 
     def targets(self, own_address: str) -> list[Target]:
-        """Everything there is to scrape, the router first; workers that are lost or show nothing are left out."""
+        """Everything there is to scrape, routers first; workers that are lost or show nothing are left out."""
+        replicas = self._router.replicas
         found = [Target(own_address, ENGINE, "", ENGINE)]
+        if replicas.count > 1:
+            # By the shared address a scrape would meet any of them.
+            numbers = {replicas.number: replicas.http_address} | {it.number: it.http_address for it in replicas.others}
+            found = [Target(address, ENGINE, "", f"{ENGINE}-{number}") for number, address in sorted(numbers.items())]
         for member in self._workforce.members():
             description = member.description
             if description is not None and description.metrics_address and member.state is not WorkerState.LOST:
@@ -188,6 +191,9 @@ class RouterMetrics:
         figures.gauge("baton_router_draining", "1 while no new requests are taken.", router.draining)
         figures.gauge("baton_requests_in_progress", "Clients' requests in the router.", router.num_running)
         figures.counter("vllm:generation_tokens", "Tokens that left the router.", self._num_tokens)
+        figures.histogram(
+            "vllm:inter_token_latency_seconds", "Between two messages with tokens of one output.", self._gap_s
+        )
         queued = router.dispatcher.num_requests
         figures.gauge("vllm:num_requests_waiting", "Outputs that wait for a worker.", queued)
         figures.gauge("baton_dispatch_queue_requests", "Outputs that wait for a worker.", queued)

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from baton.proto import inference_pb2 as inference
 from baton.proto.messages import TokenLogprob
+
+Direct = Callable[[int, Sequence[int], str], bool]
+"""Takes an output's index, tokens and their text, or returns False."""
 
 MAX_WAITING = 32
 MAX_MERGED_TOKENS = 512
@@ -32,6 +35,7 @@ class Outbox:
         self._waiting: deque[inference.GenerateResponse | _Merged] = deque()
         self._growing: dict[int, _Merged] = {}
         self._reader: asyncio.Future[None] | None = None
+        self._direct: Direct | None = None
         self._closed = False
 
     def put(
@@ -43,9 +47,23 @@ class Outbox:
         logprobs: Sequence[TokenLogprob] = (),
         prompt_logprobs: Sequence[TokenLogprob] = (),
         finish: inference.Finish | None = None,
+        goes_on: bool = False,
     ) -> None:
-        """Adds what one output says next; its fields are those of `GenerateResponse`. After `close` it is dropped."""
+        """Adds what one output says next; its fields are those of `GenerateResponse`. After `close` it is dropped.
+
+        `goes_on`: no end comes with it, which should be one message with the last tokens.
+        """
         if self._closed:
+            return
+        if (
+            goes_on
+            and self._direct is not None
+            # The reader waits in `take`: it has nothing in hand that would be overtaken, nor does anything wait here.
+            and self._reader is not None
+            and not self._reader.done()
+            and not (logprobs or prompt_logprobs)
+            and self._direct(index, token_ids, text)
+        ):
             return
         if finish is not None and not token_ids and self._waiting:
             # An end right behind the last tokens joins them: who counts messages as tokens would count it as one.
@@ -72,6 +90,11 @@ class Outbox:
         else:
             self._merge(index, first_index).add(token_ids, text, logprobs, prompt_logprobs, finish)
         self._wake()
+
+    def pass_by(self, direct: Direct) -> None:
+        """From here on `direct` is offered what has only tokens and text whenever the reader has kept up, at once and
+        without waking it: one who has passed it on by itself returns True."""
+        self._direct = direct
 
     def close(self) -> None:
         """Nothing more comes. What waits can still be taken."""

@@ -29,6 +29,7 @@ from baton.router.pace import Paces
 from baton.router.placement import load_policy
 from baton.router.prefix_index import PrefixIndex
 from baton.router.recent import RecentRequests
+from baton.router.replicas import Replicas
 from baton.router.tokenizer import Tokenizer
 from baton.scheduler.blocks import prefix_hashes
 
@@ -38,13 +39,15 @@ log = logging.getLogger(__name__)
 class Router:
     """One router's state; belongs to one event loop."""
 
-    def __init__(self, config: ClusterConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: ClusterConfig, tokenizer: Tokenizer, number: int = 0) -> None:
+        """`number`: of this replica, where there are several."""
         settings = config.router
         self.config = config
         self.incarnation = secrets.token_hex(8)
         self.started_s = time.monotonic()
         self.tokenizer = tokenizer
-        self.book = LoadBook(settings.credit_steps)
+        self.replicas = Replicas(number, settings.replicas)
+        self.book = LoadBook(settings.credit_steps, settings.replicas)
         self.index = PrefixIndex()
         queue = DispatchQueue(self.book, self.index, load_policy(settings.policy, Random()), settings, time.monotonic())
         self.dispatcher = Dispatcher(queue, self.book, time.monotonic)

@@ -46,10 +46,12 @@ class PortTaken(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where clients reach a router: host:port of each face."""
+    """Where clients reach a router: host:port of each face. `own_*`: where they reach this replica and no other."""
 
     grpc: str
     http: str
+    own_grpc: str = ""
+    own_http: str = ""
 
 
 class RouterServer:
@@ -58,7 +60,7 @@ class RouterServer:
     def __init__(self, router: Router, workforce: Workforce) -> None:
         self._router = router
         self._workforce = workforce
-        self._gateway = Gateway(router)
+        self.gateway = Gateway(router)
         observability = router.config.observability
         self._spans = open_sink(observability, "baton-router", router.incarnation)
         self._metrics = RouterMetrics(router, workforce)
@@ -77,18 +79,20 @@ class RouterServer:
         Raises PortTaken if a port stays taken for `patience_s`, KeysError for a keys' file that cannot be used.
         """
         self._keys = read_keys(Path(settings.api_keys_file)) if settings.api_keys_file else None
-        grpc_address = await self._open_grpc(settings, patience_s)
+        grpc_addresses = await self._open_grpc(settings, patience_s)
         try:
-            app = create_app(self._router, self._gateway, self._workforce, self._keys)
+            app = create_app(self._router, self.gateway, self._workforce, self._keys)
             app.include_router(metrics_routes(self._metrics))
             self._http = HttpServer(app)
-            http_address = await self._http.open(settings.host, settings.http_port, patience_s)
+            http_addresses = await self._http.open(
+                settings.host, settings.http_port, patience_s, shared=settings.replicas > 1
+            )
         except OSError as error:
             await self.close()
             raise PortTaken(f"{settings.host}:{settings.http_port} cannot be bound: {error.strerror}") from error
-        return Addresses(grpc_address, http_address)
+        return Addresses(grpc_addresses[0], http_addresses[0], grpc_addresses[-1], http_addresses[-1])
 
-    async def _open_grpc(self, settings: RouterSettings, patience_s: float) -> str:
+    async def _open_grpc(self, settings: RouterSettings, patience_s: float) -> list[str]:
         deadline = asyncio.get_running_loop().time() + patience_s
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         guard = (KeyGuard(self._keys),) if self._keys is not None else ()
@@ -97,7 +101,7 @@ class RouterServer:
             server = grpc.aio.server(
                 interceptors=interceptors,
                 options=(
-                    ("grpc.so_reuseport", 0),
+                    ("grpc.so_reuseport", int(settings.replicas > 1)),
                     ("grpc.max_receive_message_length", settings.max_message_mib << 20),
                     ("grpc.max_send_message_length", settings.max_message_mib << 20),
                     ("grpc.keepalive_time_ms", 10_000),
@@ -108,13 +112,15 @@ class RouterServer:
                 ),
             )
             try:
-                port = server.add_insecure_port(f"{host}:{settings.port}")
+                ports = [server.add_insecure_port(f"{host}:{settings.port}")]
+                if settings.replicas > 1:
+                    ports.append(server.add_insecure_port(f"{host}:0"))
                 break
             except RuntimeError as error:
                 if asyncio.get_running_loop().time() >= deadline:
                     raise PortTaken(f"{host}:{settings.port} cannot be bound: is another process using it?") from error
                 await asyncio.sleep(0.1)
-        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(self._gateway, self._keys), server)
+        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(self.gateway, self._keys), server)
         cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterService(self._router, self._workforce), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (INFERENCE, CLUSTER, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -122,7 +128,7 @@ class RouterServer:
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await server.start()
         self._server = server
-        return f"{host}:{port}"
+        return [f"{host}:{port}" for port in ports]
 
     async def mark_ready(self) -> None:
         """A request has gone through: health says SERVING from now on, unless draining has begun."""

@@ -28,9 +28,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._gateway = gateway
         self._keys = keys
 
-    async def Generate(
-        self, request: inference.GenerateRequest, context: Context
-    ) -> AsyncIterator[inference.GenerateResponse]:
+    async def Generate(self, request: inference.GenerateRequest, context: Context) -> None:
+        """Writes to the context: an iterator would add a frame to each message, and its wrapper another."""
         generation = await self._gateway.open(request, self._call(context))
         if isinstance(generation, Refused):
             await refuse_call(context, generation, request.request_id)
@@ -38,10 +37,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             async for message in messages:
                 if isinstance(message, Refused):
                     await refuse_call(context, message, generation.admitted.request_id)
-                yield message
+                await context.write(message)
 
     async def Abort(self, request: inference.AbortRequest, context: Context) -> inference.AbortResponse:
-        return inference.AbortResponse(found=self._gateway.abort(request.request_id))
+        found = self._gateway.abort(request.request_id)
+        return inference.AbortResponse(found=found or await self._gateway.router.replicas.abort(request.request_id))
 
     async def GetModel(self, request: inference.GetModelRequest, context: Context) -> inference.ModelInfo:
         router = self._gateway.router

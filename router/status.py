@@ -6,7 +6,8 @@ Refuses to know: what caused them.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -108,12 +109,15 @@ class UnreadableRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 await refuse(context, grpc.StatusCode.INTERNAL, request.reason)
             return await handler.unary_unary(request, context)
 
-        async def many(request: Any, context: Context) -> AsyncIterator[Any]:
+        async def many(request: Any, context: Context) -> None:
             if isinstance(request, _Unreadable):
                 await refuse(context, grpc.StatusCode.INTERNAL, request.reason)
+            if not inspect.isasyncgenfunction(handler.unary_stream):
+                await handler.unary_stream(request, context)
+                return
             async with aclosing(handler.unary_stream(request, context)) as responses:
                 async for response in responses:
-                    yield response
+                    await context.write(response)
 
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(many, read, handler.response_serializer)

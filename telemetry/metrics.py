@@ -12,21 +12,25 @@ Refuses to know: what is counted (`router.metrics`, `engine.metrics`).
 from __future__ import annotations
 
 import gzip
+import math
 import threading
-from collections.abc import Callable, Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from socket import AF_INET, AF_INET6
 from socketserver import TCPServer
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 from wsgiref.types import StartResponse, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import ThreadingWSGIServer, choose_encoder, gzip_accepted
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.exposition import ALLOWUTF8, generate_latest
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 # A time of birth beside each counter and histogram would double the series, and rates do without it.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -70,12 +74,35 @@ class Meter:
         return Figures(self.model_name, self.engine)
 
 
+class Tally:
+    """A histogram of what comes with each token: it takes a quarter of the time of the library's, and no lock. Belongs
+    to one thread, all but reading it."""
+
+    def __init__(self, buckets: tuple[float, ...]) -> None:
+        self._bounds = buckets
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        bounds = [*self._bounds, math.inf]
+        buckets = [
+            (floatToGoString(bound), float(number))  # type: ignore[no-untyped-call]
+            for bound, number in zip(bounds, accumulate(self._counts), strict=True)
+        ]
+        family.add_metric(labels, buckets, self._sum)
+
+
 class Figures:
     """What is read at the moment of a scrape. The first figure of a name says what its further labels are."""
 
     def __init__(self, model_name: str, engine: str) -> None:
         self._values = (model_name, engine)
         self._families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        self._histograms: list[HistogramMetricFamily] = []
 
     def counter(self, name: str, meaning: str, value: float, **labels: str) -> None:
         family = self._families.get(name)
@@ -89,8 +116,13 @@ class Figures:
             family = self._families[name] = GaugeMetricFamily(name, meaning, labels=(*LABELS, *labels))
         family.add_metric((*self._values, *labels.values()), value)
 
+    def histogram(self, name: str, meaning: str, tally: Tally) -> None:
+        family = HistogramMetricFamily(name, meaning, labels=LABELS)
+        tally.add_to(family, self._values)
+        self._histograms.append(family)
+
     def collect(self) -> Iterable[Metric]:
-        return self._families.values()
+        return [*self._families.values(), *self._histograms]
 
 
 @dataclass(frozen=True, slots=True)

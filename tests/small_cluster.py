@@ -103,7 +103,9 @@ class SmallCluster:
         self.server = RouterServer(self.router, self)
         addresses = await self.server.open(config.router)
         self.address, self.http_address = addresses.grpc, addresses.http
-        self.channel = grpc.aio.insecure_channel(self.address)
+        replicas = self.router.replicas
+        replicas.grpc_address, replicas.http_address = addresses.own_grpc, addresses.own_http
+        self.channel = grpc.aio.insecure_channel(addresses.own_grpc)
         self.inference = inference_pb2_grpc.InferenceStub(self.channel)
         self.cluster = cluster_pb2_grpc.ClusterStub(self.channel)
         return self

@@ -30,13 +30,16 @@ class Account:
         self._finishes: list[inference.Finish] = []
 
     def count(self, message: inference.GenerateResponse) -> None:
-        if not self._scored_only:
-            self._completion_tokens += len(message.token_ids)
+        self.count_tokens(len(message.token_ids))
         if message.HasField("finish"):
             self._finishes.append(message.finish)
             if message.index == 0:
                 # The prompt is one, however many outputs it has: what the first of them found counts.
                 self._cached_tokens += message.finish.usage.cached_tokens
+
+    def count_tokens(self, num_tokens: int) -> None:
+        if not self._scored_only:
+            self._completion_tokens += num_tokens
 
     @property
     def running_usage(self) -> str:

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from baton.proto import inference_pb2 as inference
 from baton.router.gateway import Gateway, Generation, Refused
 from baton.router.http.errors import ApiError, from_refused
+from baton.router.http.server import CHUNKS, Chunks
 from baton.router.http.writer import Writer, event_of
 from baton.router.observe import Call
 
@@ -103,10 +104,26 @@ class Answer(Response):
             if not started:
                 started = True
                 await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                self._pass_by(scope.get(CHUNKS))
             await send({"type": "http.response.body", "body": writer.event(prompt, message), "more_body": True})
         else:
             end = writer.last_event()
         await send({"type": "http.response.body", "body": end + b"data: [DONE]\n\n"})
+
+    def _pass_by(self, chunks: Chunks | None) -> None:
+        """Has plain tokens go straight to the connection, as long as it takes them."""
+        if chunks is None or len(self._generations) > 1:
+            return
+        writer = self._writer
+
+        def direct(index: int, token_ids: Sequence[int], text: str) -> bool:
+            event = writer.token_event(index, len(token_ids), text) if chunks.ready else None
+            if event is None:
+                return False
+            chunks.write(event)
+            return True
+
+        self._generations[0].outbox.pass_by(direct)
 
     def _error(self, prompt: int, refused: Refused) -> ApiError:
         return from_refused(refused, self._generations[prompt].admitted.request_id, self._writer.names(prompt))

@@ -60,6 +60,9 @@ class ChatWriter(Writer):
         text = "" if choice.began and not message.text and not message.token_ids else f'"content":{quote(message.text)}'
         return f'"delta":{{{role}{text}}},"logprobs":{logprobs}'
 
+    def plain(self, text: str) -> str | None:
+        return f'"delta":{{"content":{quote(text)}}},"logprobs":null'
+
     def members(self, choice: Choice) -> dict[str, Any]:
         return {
             "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},

@@ -89,6 +89,11 @@ class CompletionWriter(Writer):
         self._extend(logprobs, choice, message.prompt_logprobs, message.logprobs, first=not choice.began)
         return f'"text":{quote(text)},"logprobs":{quote(logprobs.since(start))}'
 
+    def plain(self, text: str) -> str | None:
+        if self._request.logprobs is not None or self._scored_only:
+            return None
+        return f'"text":{quote(text)},"logprobs":null'
+
     def members(self, choice: Choice) -> dict[str, Any]:
         text = self._echo(choice) + ("" if self._scored_only else "".join(choice.texts))
         if self._request.logprobs is None:

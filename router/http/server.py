@@ -25,6 +25,33 @@ SEND_BUFFER_BYTES = 64 << 10
 UNREAD_MS = 900_000
 
 
+CHUNKS = "baton.chunks"
+"""The member of a request's scope that holds its `Chunks`."""
+
+
+class Chunks:
+    """Parts of a response's body past all that lies between an application and its connection, which costs a streamed
+    token more than the rest of the server."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def ready(self) -> bool:
+        """Whether a part would go out at once: the response has begun, has no known length, and its client reads."""
+        cycle = self._cycle
+        return (
+            bool(cycle.chunked_encoding)
+            and cycle.response_started
+            and not (cycle.flow.write_paused or cycle.response_complete or cycle.disconnected)
+        )
+
+    def write(self, part: bytes) -> None:
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+
+
 class _Protocol(HttpToolsProtocol):
     """One connection, with three gaps closed: a request's head without end would be gathered without end, one that does
     not go on would be waited for without end, and of several requests sent in one go only the last would hear that the
@@ -46,6 +73,7 @@ class _Protocol(HttpToolsProtocol):
         self._num_turns += 1
         super().on_headers_complete()
         self._cycles = (*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle)
+        self.scope[CHUNKS] = Chunks(self.cycle)  # type: ignore[literal-required]
 
     def on_message_complete(self) -> None:
         self._in_head = True
@@ -108,9 +136,14 @@ class HttpServer:
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def open(self, host: str, port: int, patience_s: float = 0.0) -> str:
-        """Binds, starts, and returns host:port. Raises OSError if the port stays taken for `patience_s`."""
-        listener = await _bound(host, port, patience_s)
+    async def open(self, host: str, port: int, patience_s: float = 0.0, *, shared: bool = False) -> list[str]:
+        """Binds, starts, and returns host:port. Raises OSError if the port stays taken for `patience_s`.
+
+        `shared`: other processes of ours may listen on the port too; then a free port of its own comes second.
+        """
+        listeners = [await _bound(host, port, patience_s, shared)]
+        if shared:
+            listeners.append(await _bound(host, 0, patience_s, shared=False))
         config = uvicorn.Config(
             self._app,
             log_config=None,
@@ -125,11 +158,11 @@ class HttpServer:
             proxy_headers=False,
         )
         self._server = _Server(config)
-        self._task = asyncio.create_task(self._serve(listener))
+        self._task = asyncio.create_task(self._serve(listeners))
         async with asyncio.timeout(START_S):
             await self._server.listens.wait()
         shown = f"[{host}]" if ":" in host else host
-        return f"{shown}:{listener.getsockname()[1]}"
+        return [f"{shown}:{listener.getsockname()[1]}" for listener in listeners]
 
     async def close(self, grace_s: float = 0.5) -> None:
         """Ends connections: at once those at rest, after `grace_s` those that answer somebody."""
@@ -148,17 +181,20 @@ class HttpServer:
         self._server.force_exit = True
         await asyncio.wait([self._task, *answers], timeout=START_S)
 
-    async def _serve(self, listener: socket.socket) -> None:
+    async def _serve(self, listeners: list[socket.socket]) -> None:
         assert self._server is not None
         # `serve` would take over the signal handlers of the process, which hosts the router too.
-        await self._server._serve([listener])
+        await self._server._serve(listeners)
 
 
-async def _bound(host: str, port: int, patience_s: float) -> socket.socket:
+async def _bound(host: str, port: int, patience_s: float, shared: bool) -> socket.socket:
     deadline = asyncio.get_running_loop().time() + patience_s
     while True:
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            # The kernel spreads connections over all who listen.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # Connections inherit these.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         if hasattr(socket, "TCP_USER_TIMEOUT"):

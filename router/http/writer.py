@@ -62,6 +62,8 @@ class Writer(ABC):
         }
         chunk_opening = quote({**self._opening, "object": self.chunk_name})
         self._head = f'data: {chunk_opening[:-1]},"choices":[{{"index":'
+        self._continuous_usage = body.continuous_usage
+        self._no_usage = ',"usage":null' if body.include_usage else ""
         self._choices: list[Choice] = []
         self._account = Account(())
 
@@ -72,6 +74,11 @@ class Writer(ABC):
     @abstractmethod
     def part(self, choice: Choice, message: inference.GenerateResponse) -> str:
         """The JSON members with a message's text and log-probabilities."""
+
+    @abstractmethod
+    def plain(self, text: str) -> str | None:
+        """`part` of a message with tokens and their text alone, of a choice that has begun; None where there is more
+        to say."""
 
     @abstractmethod
     def members(self, choice: Choice) -> dict[str, Any]:
@@ -99,12 +106,20 @@ class Writer(ABC):
             choice.finish = message.finish
             reason, stop = quote(self.finish_reason(choice)), quote(choice.stop_reason)
             end = f',"finish_reason":{reason},"stop_reason":{stop}}}]'
-        usage = ""
-        if self._body.continuous_usage:
-            usage = ',"usage":' + self._account.running_usage
-        elif self._body.include_usage:
-            usage = ',"usage":null'
-        return f"{self._head}{choice.index},{part}{end}{usage}}}\n\n".encode()
+        return f"{self._head}{choice.index},{part}{end}{self._usage()}}}\n\n".encode()
+
+    def token_event(self, index: int, num_tokens: int, text: str) -> bytes | None:
+        """`event` of a message with these alone, of the only prompt; None if it has to be made by `event`."""
+        choice = self._choices[index]
+        part = self.plain(text) if choice.began else None
+        if part is None:
+            return None
+        self._account.count_tokens(num_tokens)
+        return f"{self._head}{choice.index},{part}{_TOKEN_END}{self._usage()}}}\n\n".encode()
+
+    def _usage(self) -> str:
+        """The member of each event, as far as it was asked for."""
+        return ',"usage":' + self._account.running_usage if self._continuous_usage else self._no_usage
 
     def last_event(self) -> bytes:
         if not self._body.include_usage:

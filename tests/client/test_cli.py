@@ -333,8 +333,10 @@ def test_serve_takes_its_settings_from_the_file_and_then_from_the_command_line(
     file.write_text(
         "metadata: {baton: {model: demo, pools: {prefill: {role: prefill, size: 3}, decode: {role: decode}}}}"
     )
-    assert main(["serve", str(file), "--decode", "2", "--port", "0", "--http-port", "0", "--model", "other"]) == 0
+    options = ["--decode", "2", "--port", "0", "--http-port", "0", "--model", "other", "--routers", "3"]
+    assert main(["serve", str(file), *options]) == 0
     (config,) = served
+    assert config.router.replicas == 3
     assert config.model == "other"
     assert {pool.name: pool.size for pool in config.pools} == {"prefill": 3, "decode": 2}
     assert config.router.port == 0

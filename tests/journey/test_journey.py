@@ -347,3 +347,90 @@ def test_the_stages_of_an_output_that_is_cut_short_add_up_too(moment):
 def test_legs_have_names_of_their_own_in_every_attempt():
     query = World(PAIR).journey._query(3, frozenset())
     assert query.leg_id(Leg.DECODE) == "j.3.decode"
+
+
+class Listening:
+    """A world whose journey tells its tokens to a listener; `heard` is what came, by either way."""
+
+    def __init__(self, stop_at: int = 0, breaks_at: int = 0, **options) -> None:
+        self.world = World(PAIR, max_tokens=9, **options)
+        self.heard: list[int] = []
+        self.directly: list[int] = []
+        self._stop_at, self._breaks_at = stop_at, breaks_at
+        self.error: BaseException | None = None
+
+    def hear(self, tokens: Tokens) -> bool:
+        if self._breaks_at in tokens.token_ids:
+            raise ArithmeticError("a bug in who listens")
+        self.directly += tokens.token_ids
+        self.heard += tokens.token_ids
+        return self._stop_at in tokens.token_ids
+
+    async def run(self) -> None:
+        try:
+            async for piece in self.world.journey.run(self.hear):
+                if isinstance(piece, Tokens):
+                    self.heard += piece.token_ids
+                else:
+                    self.world.pieces.append(piece)
+        except ArithmeticError as error:
+            self.error = error
+
+    async def __aenter__(self) -> Listening:
+        self.task = asyncio.create_task(self.run())
+        prefill = await self.world["prefill-0"].asked()
+        self.world["prefill-0"].say(prefill, 0, 10)
+        self.leg = await self.world["decode-0"].asked()
+        self.decode = self.world["decode-0"]
+        self.decode.say(self.leg, 1, 11)
+        await until(lambda: 11 in self.heard, what="decode's first token")
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        async with asyncio.timeout(5):
+            await self.task
+        assert self.world.book.in_flight == 0
+        assert not any(link.legs for link in self.world.links.values()), "a leg is left"
+
+
+async def test_a_listener_hears_tokens_when_they_come_and_the_end_after_them():
+    async with Listening() as listening:
+        for index in range(2, 6):
+            listening.decode.say(listening.leg, index, 10 + index)
+            assert listening.heard[-1] == 10 + index, "it was not told at once"
+        listening.decode.say(listening.leg, 6, 16, FinishReason.LENGTH)
+    assert listening.heard == [10, 11, 12, 13, 14, 15, 16]
+    assert listening.directly == [12, 13, 14, 15]
+    assert listening.world.pieces == [Ended(FinishReason.LENGTH)]
+
+
+async def test_a_listener_that_has_heard_enough_ends_the_output_and_its_leg():
+    async with Listening(stop_at=13) as listening:
+        for index in range(2, 6):
+            listening.decode.say(listening.leg, index, 10 + index)
+    assert listening.heard == [10, 11, 12, 13]
+    assert listening.decode.aborted == ["j.0.decode"]
+    assert listening.world.pieces == []
+
+
+async def test_what_a_listener_raises_is_its_own_outputs_and_not_the_workers():
+    async with Listening(breaks_at=13) as listening:
+        for index in range(2, 6):
+            listening.decode.say(listening.leg, index, 10 + index)
+    assert isinstance(listening.error, ArithmeticError)
+    assert listening.heard == [10, 11, 12]
+    assert listening.decode.aborted == ["j.0.decode"]
+
+
+async def test_a_listener_hears_each_token_once_across_a_lost_worker():
+    async with Listening() as listening:
+        listening.decode.say(listening.leg, 2, 12)
+        listening.decode.fail(listening.leg, FailureKind.WORKER_LOST)
+        await until(lambda: len(listening.world["prefill-0"].requests) == 2, what="a second attempt")
+        prefill = await listening.world["prefill-0"].asked()
+        listening.world["prefill-0"].say(prefill, 3, 13)
+        leg = await listening.decode.asked()
+        for index in range(4, 8):
+            listening.decode.say(leg, index, 10 + index)
+        listening.decode.say(leg, 8, 18, FinishReason.LENGTH)
+    assert listening.heard == list(range(10, 19))

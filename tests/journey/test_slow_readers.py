@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -94,6 +95,34 @@ async def test_a_reader_who_keeps_up_gets_a_message_for_each_step():
     for index in range(1000):
         outbox.put(0, index, (index,), "x")
         assert tokens_of(await outbox.take()) == ([index], "x")
+
+
+async def test_what_passes_a_reader_by_comes_in_order_with_what_it_takes():
+    """`direct` refuses now and then, as a connection does whose client does not read."""
+    outbox, seen, refusing = Outbox("request"), [], False
+
+    def direct(index: int, token_ids: Sequence[int], text: str) -> bool:
+        if not refusing:
+            seen.extend(token_ids)
+        return not refusing
+
+    async def read() -> None:
+        while (message := await outbox.take()) is not None:
+            # What comes while this one is in hand may not overtake it.
+            await asyncio.sleep(0)
+            seen.extend(message.token_ids)
+
+    outbox.pass_by(direct)
+    reading = asyncio.create_task(read())
+    for index in range(1000):
+        refusing = index % 7 in (2, 3)
+        outbox.put(0, index, (index,), "x", goes_on=True)
+        if index % 5 == 0:
+            await asyncio.sleep(0)
+    outbox.put(0, 1000, (), "", finish=inference.Finish())
+    outbox.close()
+    await reading
+    assert seen == list(range(1000))
 
 
 def generate(stub: inference_pb2_grpc.InferenceStub, start: int, num_tokens: int):

@@ -343,6 +343,20 @@ def test_model_device_and_port_are_changed_everywhere_and_checked() -> None:
         config.with_model("")
 
 
+def test_a_replicas_share_of_the_queue_is_its_part_and_all_shares_are_at_least_the_whole() -> None:
+    for replicas in (1, 2, 3, 64):
+        router = defaults().with_replicas(replicas).router
+        share = router.share()
+        assert (
+            router.max_queued_requests <= replicas * share.max_queued_requests < router.max_queued_requests + replicas
+        )
+        assert router.max_queued_tokens <= replicas * share.max_queued_tokens < router.max_queued_tokens + replicas
+        assert share.max_requests_per_s == router.max_requests_per_s
+    for wrong in (0, 65):
+        with pytest.raises(ConfigError, match=rf"router\.replicas is {wrong}, must be at"):
+            defaults().with_replicas(wrong)
+
+
 # --- the file in the repository ---
 
 

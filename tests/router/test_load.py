@@ -256,3 +256,99 @@ def test_in_flight_is_what_was_dispatched_and_has_not_ended_whatever_happens(
         book.remove_worker(worker_id)
     assert book.in_flight == 0
     book.check()
+
+
+class SharedWorker:
+    """One prefill worker and the books of several replicas; `queued` is what it has yet to compute."""
+
+    def __init__(self, replicas: int, budget: int = 1000) -> None:
+        self.books = [LoadBook(2.0, replicas) for _ in range(replicas)]
+        for book in self.books:
+            book.add_worker(description(max_num_batched_tokens=budget, max_num_seqs=1000, num_blocks=1 << 20))
+        self.queued = 0
+        self._numbers = [0] * replicas
+        self._reports = 0
+
+    def offer(self, replica: int, num_tokens: int) -> bool:
+        """Sends a prompt if this replica's book has credit for it."""
+        book = self.books[replica]
+        view = book.view("p0", now=0.0)
+        if not (num_tokens <= view.credit_tokens and view.credit_sequences > 0):
+            return False
+        self._numbers[replica] += 1
+        number = self._numbers[replica]
+        book.dispatched("p0", f"{replica}.{number}", number, num_tokens, num_tokens)
+        self.queued += num_tokens
+        return True
+
+    def report(self, computed: int = 0) -> None:
+        self.queued = max(0, self.queued - computed)
+        self._reports += 1
+        for book, number in zip(self.books, self._numbers, strict=True):
+            book.report(report(sequence_number=self._reports, queued_tokens=self.queued, last_submit=number), now=0.0)
+
+
+@given(
+    replicas=st.integers(1, 8),
+    steps=st.lists(
+        st.tuples(st.integers(0, 1000), st.lists(st.tuples(st.integers(0, 7), st.integers(1, 2000)), max_size=40)),
+        max_size=12,
+    ),
+)
+@settings(deadline=None)
+def test_replicas_exceed_a_workers_credit_by_at_most_one_prompt_each(replicas, steps) -> None:
+    worker = SharedWorker(replicas)
+    worker.report()
+    for computed, offers in steps:
+        before, largest = worker.queued, 0
+        for replica, num_tokens in offers:
+            if worker.offer(replica % replicas, num_tokens):
+                largest = max(largest, num_tokens)
+        assert worker.queued <= max(before, 2000 + replicas + (replicas - 1) * largest)
+        worker.report(computed)
+
+
+@given(replicas=st.integers(2, 16), num_tokens=st.integers(40, 100))
+@settings(deadline=None)
+def test_small_prompts_of_all_replicas_together_stay_within_the_credit(replicas, num_tokens) -> None:
+    worker = SharedWorker(replicas)
+    worker.report()
+    for replica in range(replicas):
+        while worker.offer(replica, num_tokens):
+            pass
+    assert worker.queued <= 2000 + replicas * num_tokens
+
+
+def test_a_replica_that_is_alone_busy_fills_the_whole_credit_within_some_reports() -> None:
+    worker = SharedWorker(4)
+    worker.report()
+    for _ in range(30):
+        while worker.offer(0, 50):
+            pass
+        worker.report()
+    assert worker.queued == 2000
+
+
+def test_a_prompt_above_a_share_need_not_wait_for_an_idle_worker() -> None:
+    worker = SharedWorker(4)
+    worker.report()
+    assert worker.offer(0, 1200)
+    worker.report()
+    assert worker.offer(1, 700), "800 tokens are left, and nobody has sent any since the report"
+    assert not worker.offer(1, 300), "it has had more than its share of what the report left"
+
+
+def test_a_single_router_has_the_credit_for_itself() -> None:
+    worker = SharedWorker(1)
+    worker.report()
+    while worker.offer(0, 100):
+        pass
+    assert worker.queued == 2000
+
+
+def test_the_others_legs_are_taken_to_promise_as_much_kv_as_ones_own() -> None:
+    book = LoadBook(2.0, replicas=2)
+    book.add_worker(description("d0", Role.DECODE, num_blocks=1000, max_num_seqs=100))
+    book.dispatched("d0", "mine", 1, 0, 1600)
+    book.report(report("d0", role=Role.DECODE, waiting=4, last_submit=1, total_blocks=1000, free_blocks=1000), now=0.0)
+    assert book.view("d0", now=0.0).free_kv_tokens == 16_000 - 4 * 1600

@@ -73,25 +73,26 @@ function legend(list, names) {
 // --- router -------------------------------------------------------------------------------------------------------
 
 function drawRouter(status) {
-  const router = status.router, workers = status.pools.flatMap((pool) => pool.workers);
+  const router = status.router, total = (name) => sum(status.routers, (replica) => replica[name]), workers = status.pools.flatMap((pool) => pool.workers);
   const waits = status.recent.map((request) => request.ttft_s).filter((wait) => wait !== null).sort((a, b) => a - b);
   const quantile = (share) => (waits.length ? seconds(waits[Math.ceil(share * waits.length) - 1]) : "–");
   const pace = (name) => count(sum(workers, (worker) => worker.pace?.[name] ?? 0));
   const figures = [
-    ["Running", count(router.running), "requests"],
-    ["Queued", count(router.queued), `${count(router.queued_tokens)} tokens`],
+    ["Running", count(total("running")), "requests"],
+    ["Queued", count(total("queued")), `${count(total("queued_tokens"))} tokens`],
     ["Output", pace("tokens_per_s"), "tokens/s"],
     ["Prompt", pace("prompt_tokens_per_s"), "tokens/s"],
     ["First token p50", quantile(0.5), `p90 ${quantile(0.9)}`],
-    ["Requests", count(router.requests_total), "in all"],
-    ["Failed", count(router.failed_total), ""],
-    ["Refused", count(router.refused_total), ""],
-    ["Retries", count(router.retries_total), ""],
+    ["Requests", count(total("requests_total")), "in all"],
+    ["Failed", count(total("failed_total")), ""],
+    ["Refused", count(total("refused_total")), ""],
+    ["Retries", count(total("retries_total")), ""],
   ];
   keyed(byId("figures"), figures, (figure) => figure[0],
     ([name]) => element("div", {}, element("dt", {}, name), element("dd", {}, element("b"), element("span"))),
     (row, [, value, note]) => { write(row.querySelector("b"), value); write(row.querySelector("span"), note); });
-  write(byId("router-note"), `${router.incarnation.slice(0, 8)} · up ${duration(router.uptime_s)} · ${bytes(router.rss_bytes)}`);
+  const replicas = status.router_replicas > 1 ? `${status.routers.length} of ${status.router_replicas} routers · this one ` : "";
+  write(byId("router-note"), `${replicas}${router.incarnation.slice(0, 8)} · up ${duration(router.uptime_s)} · ${bytes(router.rss_bytes)}`);
   write(byId("model"), status.model);
   write(byId("version"), `Baton ${status.version}`);
 }
