@@ -26,6 +26,7 @@ from baton.engine.metrics import WorkerMetrics
 from baton.engine.vital import Failed, vital
 from baton.engine.worker import TransferCounters
 from baton.kvtransfer.connector import Connector, Pull, PullEvent, PullState
+from baton.kvtransfer.layout import coalesce
 from baton.proto import worker_pb2 as wire
 from baton.proto.messages import ChunkNotice, HandoffSource, KvGeometry, Leg
 from baton.proto.settings import TransferSettings
@@ -70,6 +71,8 @@ class _Handoff:
     transferred: int = 0
     pulls: int = 0
     bytes: int = 0
+    reading_s: float = 0.0
+    runs: int = 0
     dropped: bool = False
 
 
@@ -330,6 +333,8 @@ class Receiver:
                 self._counts.bytes += event.num_bytes
                 handoff.pulls += 1
                 handoff.bytes += event.num_bytes
+                handoff.reading_s += event.seconds
+                handoff.runs += len(coalesce(wanted.source_blocks, wanted.destination_blocks))
                 self._metrics.pulled(event.num_bytes, len(wanted.destination_blocks), event.seconds)
                 question = incoming.finished()
                 if question is not None and not handoff.dropped:
@@ -367,6 +372,8 @@ class Receiver:
             pulling_s=now - begun_s,
             num_pulls=handoff.pulls,
             num_bytes=handoff.bytes,
+            reading_s=handoff.reading_s,
+            num_runs=handoff.runs,
         )
         del self._handoffs[incoming.sequence_id]
         del self._by_source[incoming.source.sequence_id]

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from baton.engine.clock import Clock
+from baton.engine.step_log import StepLog
 from baton.scheduler.plan import Emitted, Progressed, Step, StepResult
 from baton.scheduler.scheduler import Scheduler
 from baton.scheduler.sequence import Sequence
@@ -50,7 +51,7 @@ class StepLoop:
     """Runs a scheduler and a runner against each other until stopped.
 
     `failed` is called, on the loop's thread, with the exception that ended it: a bug or a broken device, after which
-    the worker must not go on.
+    the worker must not go on. Each step is noted in `step_log`, if there is one, which the thread closes at its end.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class StepLoop:
         clock: Clock,
         failed: Callable[[BaseException], None],
         idle_s: float = 0.1,
+        step_log: StepLog | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -68,6 +70,7 @@ class StepLoop:
         self._clock = clock
         self._failed = failed
         self._idle_s = idle_s
+        self._log = step_log
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
@@ -98,6 +101,9 @@ class StepLoop:
                 worked = self._turn(self.last_turn_s)
         except BaseException as error:  # noqa: BLE001 - reported, then the thread ends
             self._failed(error)
+        finally:
+            if self._log is not None:
+                self._log.close()
 
     def _drain_inbox(self, wait_s: float) -> None:
         try:
@@ -117,10 +123,15 @@ class StepLoop:
             self._listener.reserved(sequence)
         if not step.chunks:
             self._listener.idle(now)
+            if self._log is not None:
+                self._log.idle()
             return bool(step.preempted or step.reserved)
+        planned = self._clock()
         result = self._runner.run(step)
         end = self._clock()
         self.last_step_s = end - now
         self.step_s += 0.2 * (self.last_step_s - self.step_s)
         self._listener.committed(step, result, self._scheduler.commit(step, result, end), end)
+        if self._log is not None:
+            self._log.stepped(step, now, planned, end, self._clock())
         return True

@@ -23,6 +23,7 @@ from baton.engine.desk import RouterDesk
 from baton.engine.leg import HandoffTimes, LegRecord
 from baton.engine.loop import StepLoop, StepRunner
 from baton.engine.metrics import WorkerMetrics
+from baton.engine.step_log import open_step_log
 from baton.engine.tracing import open_leg_tracer
 from baton.engine.vital import Failed
 from baton.proto import worker_pb2_grpc
@@ -166,7 +167,8 @@ class WorkerCore:
                 settings=settings.scheduler,
             )
         )
-        self.loop = StepLoop(self.scheduler, runner, self, clock, failed, settings.idle_report_s)
+        self._step_log = open_step_log(settings, runner.description, incarnation)
+        self.loop = StepLoop(self.scheduler, runner, self, clock, failed, settings.idle_report_s, self._step_log)
         self.desk = RouterDesk(self.describe, self, clock, failed)
         self._legs: dict[str, LegRecord] = {}
         self._tracer = open_leg_tracer(settings, incarnation, connector_name)
@@ -297,6 +299,8 @@ class WorkerCore:
         self._legs[sequence_id].handoff = times
         self._metrics.staged("handoff_wait", times.wait_s)
         self._metrics.staged("handoff_transfer", times.transfer_s)
+        if self._step_log is not None:
+            self._step_log.landed(landed_s, times)
         if sequence.finish_reason is not None:
             self._emit(Emitted(sequence, next_token, sequence.finish_reason), None, landed_s)
 
