@@ -29,8 +29,17 @@ from typing import Any, Protocol
 from baton.client.errors import BatonError
 
 
+class Piece(Protocol):
+    """A stretch of a prompt. Stretches of one name begin with the same tokens, as far as the shorter goes."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_tokens(self) -> int: ...
+
+
 class Planned(Protocol):
-    """When to send a request of which size. Requests of one session begin alike, as far as the shorter goes."""
+    """When to send a request of which size, and what its prompt is made of."""
 
     @property
     def time_s(self) -> float: ...
@@ -39,9 +48,7 @@ class Planned(Protocol):
     @property
     def output_tokens(self) -> int: ...
     @property
-    def session(self) -> int: ...
-    @property
-    def shared_tokens(self) -> int: ...
+    def pieces(self) -> Iterable[Piece]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +188,9 @@ def jobs(plan: Sequence[Planned], model: ServedModel, seed: int) -> list[Job]:
 def _job(planned: Planned, model: ServedModel, seed: int) -> Job:
     output_tokens = min(planned.output_tokens, max(model.max_model_len // 2, 1))
     prompt_tokens = min(planned.prompt_tokens, model.max_model_len - output_tokens)
-    shared_tokens = min(planned.shared_tokens, prompt_tokens)
-    prompt = _words(f"{seed}/shared", shared_tokens, model.token_ids)
-    prompt += _words(f"{seed}/session/{planned.session}", prompt_tokens - shared_tokens, model.token_ids)
+    prompt: list[int] = []
+    for piece in planned.pieces:
+        prompt += _words(f"{seed}/{piece.name}", min(piece.num_tokens, prompt_tokens - len(prompt)), model.token_ids)
     is_clipped = (prompt_tokens, output_tokens) != (planned.prompt_tokens, planned.output_tokens)
     return Job(planned.time_s, prompt, output_tokens, is_clipped)
 
