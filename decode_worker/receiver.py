@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.decode_worker.incoming import Incoming, ProtocolError, WantedPull
 from baton.decode_worker.peer import PeerLink
 from baton.engine.clock import Clock
 from baton.engine.leg import HandoffTimes
@@ -26,6 +25,7 @@ from baton.engine.metrics import WorkerMetrics
 from baton.engine.vital import Failed, vital
 from baton.engine.worker import TransferCounters
 from baton.kvtransfer.connector import Connector, Pull, PullEvent, PullState
+from baton.kvtransfer.incoming import Incoming, ProtocolError, WantedPull
 from baton.kvtransfer.layout import coalesce
 from baton.proto import worker_pb2 as wire
 from baton.proto.messages import ChunkNotice, HandoffSource, KvGeometry, Leg

@@ -10,7 +10,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
@@ -42,6 +42,8 @@ from baton.proto.messages import (
     WorkerDescription,
 )
 from baton.proto.settings import WorkerSettings
+from baton.scheduler.account import summarize
+from baton.scheduler.load import load_report
 from baton.scheduler.plan import Emitted, Logprobs, Progressed, Step, StepResult
 from baton.scheduler.scheduler import Refusal, Scheduler, SchedulerConfig
 from baton.scheduler.sequence import Sequence, State
@@ -315,26 +317,15 @@ class WorkerCore:
         self._report_number += 1
         load, counters = self.scheduler.load(), self.scheduler.counters
         moved = self._side.counters()
-        report = LoadReport(
-            worker_id=self.settings.worker_id,
-            incarnation=self.incarnation,
-            role=self.settings.role,
-            sequence_number=self._report_number,
-            running=load.running,
-            waiting=load.waiting,
-            receiving=load.receiving,
-            exported=load.exported,
-            queued_tokens=load.queued_tokens,
-            running_context_tokens=load.running_context_tokens,
-            total_blocks=load.total_blocks,
-            free_blocks=load.free_blocks,
-            held_blocks=load.held_blocks,
-            cached_blocks=load.cached_blocks,
-            lent_blocks=load.lent_blocks,
-            quarantined_blocks=load.quarantined_blocks,
-            step_s=self.loop.step_s,
-            draining=self.desk.draining,
-            counters=WorkerCounters(
+        report = load_report(
+            self.settings.worker_id,
+            self.incarnation,
+            self.settings.role,
+            self._report_number,
+            load,
+            self.loop.step_s,
+            self.desk.draining,
+            WorkerCounters(
                 prompt_tokens_computed=counters.prompt_tokens_computed,
                 prompt_tokens_cached=counters.prompt_tokens_cached,
                 prompt_tokens_transferred=moved.prompt_tokens_transferred,
@@ -440,29 +431,5 @@ class WorkerCore:
 
     def _summary(self, sequence: Sequence, record: LegRecord, now: float) -> LegSummary:
         assert record.first_token_s is not None
-        if sequence.request.leg is Leg.DECODE:
-            assert sequence.landed_s is not None
-            # One that its landing has finished never runs.
-            first_run_s = sequence.first_run_s if sequence.first_run_s is not None else now
-            times = StageTimes(
-                handoff_wait=record.handoff.wait_s,
-                handoff_transfer=record.handoff.transfer_s,
-                decode_admission=first_run_s - sequence.landed_s,
-                decode=now - first_run_s,
-            )
-        else:
-            assert sequence.first_run_s is not None
-            times = StageTimes(
-                prefill_queue=sequence.first_run_s - sequence.added_s,
-                prefill_compute=record.first_token_s - sequence.first_run_s,
-            )
-            if sequence.request.leg is Leg.WHOLE:
-                times = replace(times, decode=now - record.first_token_s)
-        return LegSummary(
-            times=times,
-            cached_tokens=sequence.num_cached_tokens,
-            transferred_tokens=sequence.num_transferred_tokens,
-            recomputed_tokens=sequence.num_recomputed_tokens,
-            preemptions=sequence.num_preemptions,
-            connector=self._connector_name if sequence.request.leg is Leg.DECODE else "",
-        )
+        handoff = record.handoff
+        return summarize(sequence, record.first_token_s, handoff.wait_s, handoff.transfer_s, self._connector_name, now)

@@ -17,25 +17,25 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from hashlib import blake2b
 
 HASH_BYTES = 16
 
 
-def prefix_hashes(token_ids: Sequence[int], block_size: int, salt: str = "", adapter: str = "") -> list[bytes]:
+def prefix_hashes(token_ids: Sequence[int], block_size: int, salt: str = "", adapter: str = "") -> list[Hashable]:
     """Names of the full blocks of `token_ids`: the i-th stands for all tokens [0, (i + 1) * block_size).
 
     Equal tokens under equal salt, adapter and block size have equal names in every process. Names are 128 bits of
     BLAKE2b, so that no request can be made to meet another's blocks by a collision.
     """
-    hashes: list[bytes] = []
+    hashes: list[Hashable] = []
     extend_prefix_hashes(hashes, token_ids, block_size, salt, adapter)
     return hashes
 
 
 def extend_prefix_hashes(
-    hashes: list[bytes], token_ids: Sequence[int], block_size: int, salt: str = "", adapter: str = ""
+    hashes: list[Hashable], token_ids: Sequence[int], block_size: int, salt: str = "", adapter: str = ""
 ) -> None:
     """Appends the names of those full blocks of `token_ids` that `hashes` lacks."""
     known = len(hashes)
@@ -43,6 +43,7 @@ def extend_prefix_hashes(
     if known >= full:
         return
     parent = hashes[-1] if hashes else _root(salt, adapter)
+    assert isinstance(parent, bytes)
     content = array("i", token_ids[known * block_size : full * block_size]).tobytes()
     stride = len(content) // (full - known)
     for offset in range(0, len(content), stride):
@@ -84,8 +85,8 @@ class BlockPool:
         self._lend_counts = [0] * num_blocks  # how many of the holders have lent it
         self._num_lent = 0
         self._quarantined: set[int] = set()
-        self._names: list[bytes | None] = [None] * num_blocks
-        self._registered: dict[bytes, int] = {}
+        self._names: list[Hashable | None] = [None] * num_blocks
+        self._registered: dict[Hashable, int] = {}
 
     @property
     def num_free(self) -> int:
@@ -112,7 +113,7 @@ class BlockPool:
     def num_held(self) -> int:
         return self.num_blocks - self.num_available - self._num_lent - len(self._quarantined)
 
-    def match(self, hashes: Iterable[bytes]) -> list[int]:
+    def match(self, hashes: Iterable[Hashable]) -> list[int]:
         """The blocks of the longest run of `hashes`, from the first on, that is registered. Holds none of them."""
         registered = self._registered
         found: list[int] = []
@@ -200,7 +201,7 @@ class BlockPool:
             self._quarantined.remove(block_id)
             self._free.append(block_id)
 
-    def register(self, block_id: int, name: bytes) -> None:
+    def register(self, block_id: int, name: Hashable) -> None:
         """A held block's content is complete. Where another block has that content already, that one keeps the name."""
         if self._registered.setdefault(name, block_id) == block_id:
             self._names[block_id] = name

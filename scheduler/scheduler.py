@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from importlib import import_module
 
@@ -54,6 +56,10 @@ class SchedulerConfig:
     settings: SchedulerSettings = field(default_factory=SchedulerSettings)
 
 
+ExtendNames = Callable[[list[Hashable], Tokens[int], int, str, str], None]
+"""Appends the names of the full blocks that the list lacks, of tokens, a block's size, a salt and an adapter."""
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Why a request was not taken in."""
@@ -63,13 +69,17 @@ class Refusal:
 
 
 class Scheduler:
-    """Decides; see the file's docstring. One thread owns it."""
+    """Decides; see the file's docstring. One thread owns it.
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    `extend_names` gives full blocks the names that they are found by; equal names must mean equal tokens up to there.
+    """
+
+    def __init__(self, config: SchedulerConfig, extend_names: ExtendNames = extend_prefix_hashes) -> None:
         settings = config.settings
         self.config = config
         self.pool = BlockPool(config.num_blocks)
         self.counters = SchedulerCounters()
+        self._extend_names = extend_names
         self._block_size = config.block_size
         self._chunk_limit = settings.long_prefill_token_threshold or sys.maxsize
         order = import_module(f"baton.scheduler.policies.{settings.policy}").order
@@ -469,10 +479,10 @@ class Scheduler:
             self.counters.budget_tokens_offered += offered
         return step
 
-    def _hashes(self, sequence: Sequence) -> list[bytes]:
+    def _hashes(self, sequence: Sequence) -> list[Hashable]:
         """The names of all full blocks of a sequence's tokens so far."""
         request = sequence.request
-        extend_prefix_hashes(
+        self._extend_names(
             sequence.prefix_hashes, sequence.token_ids, self._block_size, request.cache_salt, request.adapter
         )
         return sequence.prefix_hashes
