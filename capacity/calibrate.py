@@ -26,12 +26,13 @@ from baton.capacity.cost import (
     Origin,
     Residual,
     RoutingCost,
+    Source,
     StepCost,
     TransferCost,
 )
 from baton.proto.step_log import HandoffRecord, StepLogFile, StepRecord
 
-WARM_UP_STEPS = 32
+WARM_UP_STEPS = 8
 """At the start of each worker: pages are touched, threads are made."""
 MIN_STEPS = 100
 _MIN_IN_SEGMENT = 12
@@ -52,6 +53,25 @@ class Probe:
 
     sent_s: float
     first_token_s: float
+
+
+class UnlikeWorkers(ValueError):
+    """The notes are of workers that differ in what their speed depends on."""
+
+
+def origin_of(logs: Sequence[StepLogFile], machine: str, date: str) -> Origin:
+    """What the workers say of themselves. Raises UnlikeWorkers, and TooLittleData if there is none."""
+    if not logs:
+        raise TooLittleData("there is no step log: is observability.step_log set, and the directory the right one?")
+    kinds = {(log.header.model, log.header.dtype, log.header.device, log.header.threads) for log in logs}
+    if len(kinds) > 1:
+        shown = ", ".join(sorted(" ".join(map(str, kind)) for kind in kinds))
+        raise UnlikeWorkers(
+            f"workers of several kinds (model, dtype, device, threads): {shown}; fit each kind by itself"
+        )
+    ((model, dtype, device, threads),) = kinds
+    workers = sorted(f"{log.header.worker_id} ({log.header.role.value})" for log in logs)
+    return Origin(Source.MEASURED, machine, model, dtype, date, threads, f"{device}; {', '.join(workers)}")
 
 
 def fit(logs: Sequence[StepLogFile], probes: Sequence[Probe], origin: Origin, token_cpu_s: float = 0.0) -> CostModel:
