@@ -61,6 +61,7 @@ def load_report(
     step_s: float,
     draining: bool,
     counters: WorkerCounters = _NOTHING_COUNTED,
+    last_submit: int = 0,
 ) -> LoadReport:
     """What a worker tells routers of its load: its `number`-th report."""
     return LoadReport(
@@ -82,5 +83,6 @@ def load_report(
         quarantined_blocks=load.quarantined_blocks,
         step_s=step_s,
         draining=draining,
+        last_submit=last_submit,
         counters=counters,
     )

@@ -208,6 +208,11 @@ class Scheduler:
         """Whether `plan` might do something now. False once a plan has come out empty, until something happens."""
         return not self._at_rest and len(self._running) + len(self._waiting) > 0
 
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens accepted and not computed yet."""
+        return self._queued_tokens
+
     def load(self) -> SchedulerLoad:
         pool = self.pool
         num_holding = len(self._running) + self._num_receiving + self._num_exported
