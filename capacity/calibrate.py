@@ -74,7 +74,7 @@ def origin_of(logs: Sequence[StepLogFile], machine: str, date: str) -> Origin:
     return Origin(Source.MEASURED, machine, model, dtype, date, threads, f"{device}; {', '.join(workers)}")
 
 
-def fit(logs: Sequence[StepLogFile], probes: Sequence[Probe], origin: Origin, token_cpu_s: float = 0.0) -> CostModel:
+def fit(logs: Sequence[StepLogFile], probes: Sequence[Probe], origin: Origin) -> CostModel:
     """The cost model of all workers in `logs` together; they should be alike. Raises TooLittleData."""
     steps = [step for log in logs for step in log.steps[WARM_UP_STEPS:]]
     cost, ratios = fit_steps(steps)
@@ -83,7 +83,7 @@ def fit(logs: Sequence[StepLogFile], probes: Sequence[Probe], origin: Origin, to
         origin=origin,
         steps=cost,
         transfer=fit_transfer([handoff for log in logs for handoff in log.handoffs]),
-        routing=fit_routing(logs, probes, token_cpu_s),
+        routing=fit_routing(logs, probes),
         jitter=Jitter(_scatter(ratios[decodes]), _scatter(ratios[~decodes])),
         residuals=_residuals(steps, ratios),
     )
@@ -126,7 +126,7 @@ def fit_transfer(handoffs: Sequence[HandoffRecord]) -> TransferCost:
     return TransferCost(float(found[0]), float(found[1]), float(found[2]), control_s)
 
 
-def fit_routing(logs: Sequence[StepLogFile], probes: Sequence[Probe], token_cpu_s: float = 0.0) -> RoutingCost:
+def fit_routing(logs: Sequence[StepLogFile], probes: Sequence[Probe]) -> RoutingCost:
     """What lies before and after the step that answered a probe, by the median.
 
     The load report goes the way of the tokens up to the router, about half of it. Zeros where no step lies within a
@@ -141,9 +141,9 @@ def fit_routing(logs: Sequence[StepLogFile], probes: Sequence[Probe], token_cpu_
             before.append(within[0].start_s - probe.sent_s)
             after.append(probe.first_token_s - _end_s(within[0]))
     if not before:
-        return RoutingCost(token_cpu_s=token_cpu_s)
+        return RoutingCost()
     delivery_s = statistics.median(after)
-    return RoutingCost(statistics.median(before), delivery_s, delivery_s / 2, token_cpu_s)
+    return RoutingCost(statistics.median(before), delivery_s, delivery_s / 2)
 
 
 def robust_nonnegative(matrix: Vector, target: Vector) -> Vector:

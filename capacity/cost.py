@@ -109,7 +109,8 @@ class RoutingCost:
 
     `routing_s`: from a client's send until the leg is in a worker's inbox, where nothing waits. `delivery_s`: from the
     end of a step until the client holds its tokens. `report_delay_s`: from the end of a step until the router knows the
-    worker's load. `token_cpu_s`: CPU time of router and client for a token, which workers lack where they share cores.
+    worker's load. `token_cpu_s`: by how much a token makes a step longer, where router and client share the workers'
+    cores and the steps were measured without them. Calibration measures them together and leaves it at 0.
     """
 
     routing_s: float = bounded(0.0, minimum=0)

@@ -177,7 +177,8 @@ def fitted(directory: Path, driven: Driven | None = None) -> CostModel:
     origin = calibrate.origin_of(logs, machine(), datetime.now(UTC).date().isoformat())
     if driven is None:
         return calibrate.fit(logs, (), origin)
-    return calibrate.fit(logs, driven.probes, origin, driven.token_cpu_s)
+    cpu = f"router and client use {1e6 * driven.token_cpu_s:.0f} us of CPU a token, which the steps had to share"
+    return calibrate.fit(logs, driven.probes, replace(origin, note=f"{origin.note}; {cpu}"))
 
 
 @contextmanager
