@@ -13,8 +13,9 @@ runs over their mean. A prediction cannot be better than that. The lines below e
     steps    measured over predicted time of the live run's own steps. 1.10: steps took 10 % longer than the model says,
              for what they had to compute. Of prefill workers it is told apart by whether a decode step ran meanwhile:
              on a machine with few cores the two, the router and the client take time from each other
-    refit    the error that is left if the simulator is given a cost model of that very run's steps: what its rules, the
-             router's queue and the client add. It is no prediction
+    known    the error that is left if the simulator draws its steps' scatter from that very run: what remains of it is
+             not the steps' times, but their order and what lies beside them. It is no prediction
+    core     for how much of its steps' time a worker's thread had a core; workers with one thread only
     send     how late the client sent; cpu: cores in use, out of those there are
 """
 
@@ -39,7 +40,7 @@ from clusters import Machine
 
 from baton.capacity import calibrate
 from baton.capacity.cluster import ClusterSetup, PoolSetup
-from baton.capacity.cost import CostModel
+from baton.capacity.cost import CostModel, Jitter
 from baton.capacity.outcome import End, RequestOutcome
 from baton.capacity.simulate import simulate
 from baton.capacity.traffic import Traffic
@@ -85,7 +86,8 @@ class Point:
     live: Metrics
     again: Metrics
     simulated: Metrics
-    refit: Metrics
+    known: Metrics
+    core: dict[str, float]
     steps: dict[str, float]
     late_p50_s: float
     late_p99_s: float
@@ -180,7 +182,8 @@ class _Laboratory:
             live=_mean([run.metrics for run in runs]),
             again=_spread([run.metrics for run in runs]),
             simulated=_simulated(self._setup, self.model, arrivals, self._options.seeds),
-            refit=_simulated(self._setup, self._refitted(during), arrivals, self._options.seeds),
+            known=_simulated(self._setup, _knowing(self.model, during), arrivals, self._options.seeds),
+            core=_core_shares(during),
             steps=_steps(self.model, during),
             late_p50_s=statistics.fmean(run.late_p50_s for run in runs),
             late_p99_s=statistics.fmean(run.late_p99_s for run in runs),
@@ -212,13 +215,6 @@ class _Laboratory:
             late_p99_s=float(np.quantile(late, 0.99)),
             busy_cores=busy,
         )
-
-    def _refitted(self, during: Sequence[StepLogFile]) -> CostModel:
-        """Of the live run's own steps; where there are too few, those of the calibration."""
-        try:
-            return replace(calibrate.fit(during, (), self.model.origin), routing=self.model.routing)
-        except calibrate.TooLittleData:
-            return self.model
 
 
 async def _ask(target: str, arrivals: Sequence[Arrival], seed: int) -> list[bench.Sample]:
@@ -302,6 +298,20 @@ def _between(log: StepLogFile, run: Run) -> StepLogFile:
     )
 
 
+def _knowing(model: CostModel, during: Sequence[StepLogFile]) -> CostModel:
+    """With the run's own scatter, of those kinds of steps of which there were enough."""
+    own = calibrate.jitter_of(model, [step for log in during for step in log.steps])
+    return replace(model, jitter=Jitter(own.decode or model.jitter.decode, own.prefill or model.jitter.prefill))
+
+
+def _core_shares(during: Sequence[StepLogFile]) -> dict[str, float]:
+    steps: dict[str, list[StepRecord]] = {}
+    for log in during:
+        if log.header.threads == 1:
+            steps.setdefault(log.header.role.value, []).extend(log.steps)
+    return {role: calibrate.core_share(of) for role, of in sorted(steps.items()) if of}
+
+
 def _steps(model: CostModel, during: Sequence[StepLogFile]) -> dict[str, float]:
     """Measured over predicted time of all steps of a kind together."""
     decoding = [
@@ -355,17 +365,18 @@ def _print_model(shape: str, model: CostModel, driven: Driven) -> None:
 
 def _print_point(point: Point) -> None:
     print(f"\n{point.shape} at {point.share:.0%}, {point.rate:.2f} a second, {point.requests} requests")
-    print("| metric | live | simulated | error | again | refit |\n|---|---|---|---|---|---|")
+    print("| metric | live | simulated | error | again | known |\n|---|---|---|---|---|---|")
     for name in point.live:
         unit = "" if name == "requests_per_s" else " ms"
         scale = 1.0 if name == "requests_per_s" else 1e3
         print(
             f"| {name} | {scale * point.live[name]:.4g}{unit} | {scale * point.simulated[name]:.4g}{unit} | "
             f"{point.error(name, point.simulated):+.1%} | {point.again[name]:.1%} | "
-            f"{point.error(name, point.refit):+.1%} |"
+            f"{point.error(name, point.known):+.1%} |"
         )
     steps = ", ".join(f"{kind} {ratio:.3f}" for kind, ratio in point.steps.items())
-    print(f"steps {steps}")
+    cores = ", ".join(f"{role} {share:.0%}" for role, share in point.core.items())
+    print(f"steps {steps}" + (f"; core {cores}" if cores else ""))
     late = f"{1e3 * point.late_p50_s:.1f} ms p50, {1e3 * point.late_p99_s:.1f} ms p99"
     print(f"send {late} late; cpu {point.busy_cores:.2f} of {psutil.cpu_count()} cores busy", flush=True)
 

@@ -70,23 +70,38 @@ def origin_of(logs: Sequence[StepLogFile], machine: str, date: str) -> Origin:
             f"workers of several kinds (model, dtype, device, threads): {shown}; fit each kind by itself"
         )
     ((model, dtype, device, threads),) = kinds
-    workers = sorted(f"{log.header.worker_id} ({log.header.role.value})" for log in logs)
-    return Origin(Source.MEASURED, machine, model, dtype, date, threads, f"{device}; {', '.join(workers)}")
+    note = f"{device}; {', '.join(sorted(f'{log.header.worker_id} ({log.header.role.value})' for log in logs))}"
+    steps = [step for log in logs for step in log.steps[WARM_UP_STEPS:]]
+    if device == "cpu" and threads == 1 and steps:
+        note += f"; steps had a core for {core_share(steps):.0%} of their time"
+    return Origin(Source.MEASURED, machine, model, dtype, date, threads, note)
+
+
+def core_share(steps: Sequence[StepRecord]) -> float:
+    """The part of the steps' time in which the step loop's thread had a core."""
+    return sum(step.cpu_s for step in steps) / sum(step.busy_s for step in steps)
 
 
 def fit(logs: Sequence[StepLogFile], probes: Sequence[Probe], origin: Origin) -> CostModel:
     """The cost model of all workers in `logs` together; they should be alike. Raises TooLittleData."""
     steps = [step for log in logs for step in log.steps[WARM_UP_STEPS:]]
     cost, ratios = fit_steps(steps)
-    decodes = np.array([step.prefill_tokens == 0 for step in steps])
     return CostModel(
         origin=origin,
         steps=cost,
         transfer=fit_transfer([handoff for log in logs for handoff in log.handoffs]),
         routing=fit_routing(logs, probes),
-        jitter=Jitter(_scatter(ratios[decodes]), _scatter(ratios[~decodes])),
+        jitter=_jitter(steps, ratios),
         residuals=_residuals(steps, ratios),
     )
+
+
+def jitter_of(model: CostModel, steps: Sequence[StepRecord]) -> Jitter:
+    """How these steps scatter about a model that was fitted to others."""
+    predicted = [
+        model.step_s(step.prefill_tokens, step.attention_pairs, step.decode_sequences, step.kv_tokens) for step in steps
+    ]
+    return _jitter(steps, np.array([step.busy_s for step in steps]) / np.maximum(predicted, 1e-9))
 
 
 def fit_steps(steps: Sequence[StepRecord]) -> tuple[StepCost, Vector]:
@@ -215,6 +230,11 @@ def _curve(knots: Vector, slopes: Vector, high: float) -> tuple[tuple[float, ...
 
 def _end_s(step: StepRecord) -> float:
     return step.start_s + step.plan_s + step.run_s + step.commit_s
+
+
+def _jitter(steps: Sequence[StepRecord], ratios: Vector) -> Jitter:
+    decodes = np.array([step.prefill_tokens == 0 for step in steps], dtype=bool)
+    return Jitter(_scatter(ratios[decodes]), _scatter(ratios[~decodes]))
 
 
 def _scatter(ratios: Vector) -> tuple[float, ...]:

@@ -10,6 +10,7 @@ log, not the worker. All calls come on the step loop's thread.
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import TextIO
 
@@ -39,6 +40,7 @@ class StepLog:
     def __init__(self, file: TextIO, header: StepLogHeader) -> None:
         self._file: TextIO | None = file
         self._ended_s: float | None = None
+        self._cpu_s = time.thread_time()
         self._write(header_line(header))
         self._flush()
 
@@ -47,6 +49,7 @@ class StepLog:
         work = step.work()
         gap_s = start_s - self._ended_s if self._ended_s is not None else None
         self._ended_s = ended_s
+        cpu_s, self._cpu_s = self._cpu_s, time.thread_time()
         self._write(
             step_line(
                 StepRecord(
@@ -60,6 +63,7 @@ class StepLog:
                     run_s=computed_s - planned_s,
                     commit_s=ended_s - computed_s,
                     gap_s=gap_s,
+                    cpu_s=max(self._cpu_s - cpu_s, 0.0),
                 )
             )
         )
@@ -81,6 +85,7 @@ class StepLog:
 
     def idle(self) -> None:
         """Nothing to compute: what was noted reaches the file."""
+        self._cpu_s = time.thread_time()
         if self._ended_s is not None:
             self._ended_s = None
             self._flush()

@@ -5,7 +5,7 @@ made of them (`capacity.calibrate`).
 
     {"format": "baton-step-log", "version": 1, "worker_id": ..., "role": "prefill", ...}    at the start of each role
     ["s", start_s, prefill_tokens, attention_pairs, decode_sequences, kv_tokens, preemptions, plan_s, run_s, commit_s,
-     gap_s]
+     gap_s, cpu_s]
     ["h", landed_s, pulls, bytes, runs, reading_s, wait_s, transfer_s]
 
 Times are seconds of the machine's monotonic clock, which all processes on it share. A file whose writer was killed may
@@ -50,7 +50,8 @@ class StepLogHeader:
 class StepRecord:
     """One step. The counts are those of `scheduler.plan.StepWork`.
 
-    `gap_s`: from the last step's end to this one's start, None where the worker had nothing to do meanwhile.
+    `gap_s`: from the last step's end to this one's start, None where the worker had nothing to do meanwhile. `cpu_s`:
+    for how much of all that the step loop's thread had a core; on an idle machine, of a worker with one thread, all.
     """
 
     start_s: float
@@ -63,6 +64,7 @@ class StepRecord:
     run_s: float
     commit_s: float
     gap_s: float | None
+    cpu_s: float
 
     @property
     def busy_s(self) -> float:

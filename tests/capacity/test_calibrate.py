@@ -43,7 +43,7 @@ def _works(number: int, generator: random.Random) -> list[Work]:
 def _step(work: Work, seconds: float) -> StepRecord:
     prefill, pairs, decode, kv_tokens = work
     return StepRecord(
-        0.0, prefill, pairs, decode, kv_tokens, 0, 0.1 * seconds, 0.8 * seconds, 0.05 * seconds, 0.05 * seconds
+        0.0, prefill, pairs, decode, kv_tokens, 0, 0.1 * seconds, 0.8 * seconds, 0.05 * seconds, 0.05 * seconds, seconds
     )
 
 
@@ -139,7 +139,7 @@ def test_a_transfer_is_found_from_hand_offs_of_several_reads():
 
 def test_the_way_to_a_worker_and_back_is_what_a_probe_leaves_around_its_step():
     def step(start_s: float, gap_s: float | None) -> StepRecord:
-        return StepRecord(start_s, 8, 36, 0, 0, 0, 0.001, 0.008, 0.001, gap_s)
+        return StepRecord(start_s, 8, 36, 0, 0, 0, 0.001, 0.008, 0.001, gap_s, 0.01)
 
     steps = [step(10.0 * k + 0.003 + 1e-5 * k, None) for k in range(20)] + [
         step(10.0 * k + 0.02, 0.0) for k in range(20)

@@ -71,6 +71,8 @@ async def test_each_line_is_what_the_scheduler_planned(paper_dir, tmp_path, shap
         assert lines == noted[name]
         assert sum(handoff.bytes for handoff in file.handoffs) == moved[name]
         assert all(min(step.plan_s, step.run_s, step.commit_s, step.gap_s or 0) >= 0 for step in file.steps)
+        assert all(step.cpu_s >= 0 for step in file.steps)
+        assert sum(step.cpu_s for step in file.steps) > 0
         starts = [step.start_s for step in file.steps]
         assert starts == sorted(starts)
     if "decode-0" in files:
@@ -79,7 +81,10 @@ async def test_each_line_is_what_the_scheduler_planned(paper_dir, tmp_path, shap
 
 
 def test_what_is_written_is_read_back_and_a_line_cut_short_is_left_out(tmp_path):
-    steps = (StepRecord(1.5, 64, 2080, 3, 411, 1, 1e-4, 0.25, 2e-4, None), StepRecord(1.8, 0, 0, 4, 500, 0, 0, 0, 0, 0))
+    steps = (
+        StepRecord(1.5, 64, 2080, 3, 411, 1, 1e-4, 0.25, 2e-4, None, 0.2),
+        StepRecord(1.8, 0, 0, 4, 500, 0, 0, 0, 0, 0, 0),
+    )
     handoff = HandoffRecord(2.0, 2, 4096, 3, 0.01, 0.001, 0.012)
     path = tmp_path / f"a{step_log.SUFFIX}"
     whole = step_log.header_line(HEADER) + "".join(map(step_log.step_line, steps)) + step_log.handoff_line(handoff)
@@ -90,7 +95,7 @@ def test_what_is_written_is_read_back_and_a_line_cut_short_is_left_out(tmp_path)
 
 def test_a_worker_that_changes_its_role_begins_a_new_part(tmp_path):
     path = tmp_path / f"a{step_log.SUFFIX}"
-    step = StepRecord(1.5, 64, 2080, 3, 411, 1, 1e-4, 0.25, 2e-4, None)
+    step = StepRecord(1.5, 64, 2080, 3, 411, 1, 1e-4, 0.25, 2e-4, None, 0.2)
     other = StepLogHeader("prefill-0", Role.DECODE)
     path.write_text(
         step_log.header_line(HEADER) + step_log.step_line(step) + step_log.header_line(other) + step_log.step_line(step)
@@ -100,7 +105,7 @@ def test_a_worker_that_changes_its_role_begins_a_new_part(tmp_path):
 
 @pytest.mark.parametrize(
     "line",
-    ["no JSON", "[]", '["s", 1, 2]', '["s", "1", 2, 3, 4, 5, 6, 7, 8, 9, 10]', '{"format": "baton-step-log"}', "3"],
+    ["no JSON", "[]", '["s", 1, 2]', '["s", "1", 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]', '{"format": "baton-step-log"}', "3"],
 )
 def test_a_line_of_another_kind_is_refused_with_its_number(tmp_path, line):
     path = tmp_path / f"a{step_log.SUFFIX}"
