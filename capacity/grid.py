@@ -55,11 +55,13 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What of a model decides how much KV a worker holds."""
+    """What of a model decides how much KV a worker holds. `num_blocks`, if not 0, is that of a worker: the cluster
+    file's memory is then that of another device."""
 
     name: str
     kv_bytes_per_token: int
     max_model_len: int
+    num_blocks: int = 0
 
     @classmethod
     def of(cls, engine: EngineSettings) -> Model:
@@ -203,7 +205,7 @@ def _pools(config: ClusterConfig, model: Model, knobs: Knobs) -> Iterator[PoolSe
             continue
         engine, scheduler = pool.engine, pool.scheduler
         block_bytes = engine.block_size * model.kv_bytes_per_token
-        num_blocks = engine.num_blocks or int(engine.kv_cache_gib * _GIB) // block_bytes
+        num_blocks = model.num_blocks or engine.num_blocks or int(engine.kv_cache_gib * _GIB) // block_bytes
         if num_blocks < 1:
             raise GridError(
                 f"pool {pool.name}: kv_cache_gib {engine.kv_cache_gib:g} holds no block of {block_bytes} bytes"

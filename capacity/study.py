@@ -208,6 +208,13 @@ class Plan:
     drifts: tuple[Drift, ...]
     sentence: str
 
+    @property
+    def chosen(self) -> Shape | None:
+        """What to run: the best split, unless co-location needs fewer workers."""
+        if self.best is None or (self.colocated is not None and self.colocated.shape.total < self.best.shape.total):
+            return self.colocated.shape if self.colocated is not None else None
+        return self.best.shape
+
 
 @dataclass(frozen=True, slots=True)
 class Study:

@@ -21,6 +21,8 @@ from baton.capacity.outcome import End, PoolOutcome, RequestOutcome, RoleChange,
 from baton.capacity.steady import Block, Floats, Share, Steadiness, Window, blocks, share, steadiness
 from baton.proto.messages import Role
 
+_FULL = 0.8
+
 Flags = NDArray[np.bool_]
 
 STAGES = tuple(each.name for each in fields(Stages))
@@ -237,13 +239,19 @@ def _bottleneck(misses: _Misses, stages: Stages, run: RunOutcome) -> str:
         waited = stages.router_wait + stages.prefill_queue
         return f"{reader} compute" if stages.prefill_compute > waited else f"{reader} queue"
     handed_over = {
-        f"{writer} admission (KV memory)": stages.decode_admission,
+        f"{writer} admission{_memory(run, writer)}": stages.decode_admission,
         "hand-off wait": stages.handoff_wait,
         "hand-off transfer": stages.handoff_transfer,
     }
     if sum(handed_over.values()) > stages.decode:
         return max(handed_over, key=lambda name: handed_over[name])
     return f"{writer} step time"
+
+
+def _memory(run: RunOutcome, writer: str) -> str:
+    """Whether it is for memory that requests wait there; else it is the step in progress, and the way."""
+    full = [pool for pool in run.pools if pool.role is not Role.PREFILL and pool.kv_usage > _FULL]
+    return " (KV memory)" if full else ""
 
 
 def _mean(values: Floats | Flags) -> float:

@@ -136,7 +136,7 @@ class Laboratory:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Experiment:
     """What to sweep. `traffics`: one a workload; their rates are set here. `rates`: instead of a search, these ones.
     `repeats`: seeds, from that of the traffic on. `compare_at`: the rate of the table, if not the best capacity."""
 
@@ -149,21 +149,21 @@ class Plan:
 
 
 async def sweep(
-    plan: Plan, laboratory: Laboratory, cost: CostModel | None = None
+    experiment: Experiment, laboratory: Laboratory, cost: CostModel | None = None
 ) -> tuple[tuple[Workload, ...], tuple[Row, ...]]:
     """All rows of all workloads. `cost` gives the searches a place to begin."""
     searches = [
-        Search(configuration, traffic, plan, laboratory, cost)
-        for traffic in plan.traffics
-        for configuration in plan.configurations
+        Search(configuration, traffic, experiment, laboratory, cost)
+        for traffic in experiment.traffics
+        for configuration in experiment.configurations
     ]
-    await _all([search.run() for search in searches], laboratory.is_parallel)
+    await all_of([search.run() for search in searches], laboratory.is_parallel)
     workloads = []
-    for traffic in plan.traffics:
+    for traffic in experiment.traffics:
         of_workload = [search for search in searches if search.traffic == traffic]
-        rate = plan.compare_at or _reference(of_workload)
-        await _all([search.level(rate) for search in of_workload], laboratory.is_parallel)
-        workloads.append(_workload(traffic, plan.configurations[0].setup, rate))
+        rate = experiment.compare_at or _reference(of_workload)
+        await all_of([search.level(rate) for search in of_workload], laboratory.is_parallel)
+        workloads.append(workload_of(traffic, experiment.configurations[0].setup, rate))
     return tuple(workloads), tuple(search.row() for search in searches)
 
 
@@ -174,50 +174,52 @@ class Search:
         self,
         configuration: Configuration,
         traffic: Traffic,
-        plan: Plan,
+        experiment: Experiment,
         laboratory: Laboratory,
         cost: CostModel | None,
+        expects: int = _GUESSED_POINTS,
     ) -> None:
+        """`expects`: levels that it is likely to need, for the time left."""
         self.configuration = configuration
         self.traffic = traffic
-        self._plan = plan
+        self._experiment = experiment
         self._laboratory = laboratory
         self._levels: dict[float, Level] = {}
         self._match = None
         if cost is not None:
-            lengths = _lengths(traffic, configuration.setup)
-            self._match = match(configuration.setup, cost, lengths, plan.objective.slo)
-        self._expect(len(plan.rates) or _GUESSED_POINTS)
+            lengths = lengths_of(traffic, configuration.setup)
+            self._match = match(configuration.setup, cost, lengths, experiment.objective.slo)
+        self._expect(len(experiment.rates) or expects)
 
     async def run(self) -> None:
-        if self._plan.rates:
-            await _all([self.level(rate) for rate in self._plan.rates], self._laboratory.is_parallel)
+        if self._experiment.rates:
+            await all_of([self.level(rate) for rate in self._experiment.rates], self._laboratory.is_parallel)
         else:
             await self._search()
-        self._laboratory.expect(-self._expected + len(self._levels) * self._plan.repeats)
+        self._laboratory.expect(-self._expected + len(self._levels) * self._experiment.repeats)
 
     async def level(self, rate: float) -> Level:
         """One rate with all seeds."""
         known = self._levels.get(rate)
         if known is not None:
             return known
-        seeds = range(self.traffic.seed, self.traffic.seed + self._plan.repeats)
+        seeds = range(self.traffic.seed, self.traffic.seed + self._experiment.repeats)
         points = [
-            Point(self.configuration.setup, replace(self.traffic, rate=rate, seed=seed), self._plan.objective.slo)
+            Point(self.configuration.setup, replace(self.traffic, rate=rate, seed=seed), self._experiment.objective.slo)
             for seed in seeds
         ]
-        runs = await _all([self._laboratory.measure(point) for point in points], self._laboratory.is_parallel)
+        runs = await all_of([self._laboratory.measure(point) for point in points], self._laboratory.is_parallel)
         self._levels[rate] = Level(rate, tuple(runs))
         return self._levels[rate]
 
     def capacity(self) -> Capacity:
-        return capacity_of(self._ascending(), self._plan.objective.share)
+        return capacity_of(self.levels(), self._experiment.objective.share)
 
     def row(self) -> Row:
         return Row(
             workload=self.traffic.name,
             configuration=self.configuration,
-            levels=self._ascending(),
+            levels=self.levels(),
             capacity=self.capacity(),
             analytic_share=self._match.prefill_share if self._match is not None else math.nan,
             analytic_rate=self._match.rate(self.configuration.shape) if self._match is not None else math.nan,
@@ -250,13 +252,13 @@ class Search:
 
     async def _meets(self, step: int) -> bool:
         level = await self.level(rate_of(step))
-        return level.attainment.value >= self._plan.objective.share
+        return level.attainment.value >= self._experiment.objective.share
 
-    def _ascending(self) -> tuple[Level, ...]:
+    def levels(self) -> tuple[Level, ...]:
         return tuple(self._levels[rate] for rate in sorted(self._levels))
 
     def _expect(self, levels: int) -> None:
-        self._expected = levels * self._plan.repeats
+        self._expected = levels * self._experiment.repeats
         self._laboratory.expect(self._expected)
 
 
@@ -288,13 +290,13 @@ def _reference(searches: Iterable[Search]) -> float:
     met = [
         level.rate
         for search in searches
-        for level in search.row().levels
-        if level.attainment.value >= search._plan.objective.share
+        for level in search.levels()
+        if level.attainment.value >= search._experiment.objective.share
     ]
-    return max(met) if met else min(level.rate for search in searches for level in search.row().levels)
+    return max(met) if met else min(level.rate for search in searches for level in search.levels())
 
 
-def _workload(traffic: Traffic, setup: ClusterSetup, rate: float) -> Workload:
+def workload_of(traffic: Traffic, setup: ClusterSetup, rate: float) -> Workload:
     number = prompt = output = clipped = 0
     plain = replace(traffic, rate=1.0)
     for sent, wanted in zip(plain.arrivals(setup.max_model_len), plain.arrivals(1 << 40), strict=True):
@@ -305,12 +307,12 @@ def _workload(traffic: Traffic, setup: ClusterSetup, rate: float) -> Workload:
     return Workload(traffic.name, prompt / max(number, 1), output / max(number, 1), clipped, rate)
 
 
-def _lengths(traffic: Traffic, setup: ClusterSetup) -> Lengths:
+def lengths_of(traffic: Traffic, setup: ClusterSetup) -> Lengths:
     sample = replace(traffic, rate=1.0, num_requests=min(traffic.num_requests, _LENGTHS_OF))
     return Lengths.of(sample.arrivals(setup.max_model_len))
 
 
-async def _all(work: Sequence[Any], is_parallel: bool) -> list[Any]:
+async def all_of(work: Sequence[Any], is_parallel: bool) -> list[Any]:
     """The results in order: side by side, or one after another. The first failure ends all."""
     if not is_parallel:
         left = list(reversed(work))

@@ -91,7 +91,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What was measured of one request, in seconds since the start. `error` is a status name; empty: all went well."""
+    """What was measured of one request, in seconds since the start. `error` is a status name; empty: all went well.
+
+    `number`: its position in the plan.
+    """
 
     planned_s: float
     sent_s: float
@@ -102,6 +105,7 @@ class Sample:
     error: str = ""
     message: str = ""
     is_other_length: bool = False
+    number: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -218,7 +222,7 @@ async def run(
 
     async def send(number: int, job: Job) -> None:
         try:
-            sample = await _measure(server, job, seed + number, started)
+            sample = await _measure(server, job, number, seed, started)
         finally:
             slots.release()
         samples.append(sample)
@@ -235,13 +239,13 @@ async def run(
     return samples
 
 
-async def _measure(server: Server, job: Job, seed: int, started: float) -> Sample:
+async def _measure(server: Server, job: Job, number: int, seed: int, started: float) -> Sample:
     times: list[float] = []
     num_tokens = 0
     error: BatonError | None = None
     sent_s = time.monotonic() - started
     try:
-        async for message in server.stream(job.prompt, job.output_tokens, seed):
+        async for message in server.stream(job.prompt, job.output_tokens, seed + number):
             num_tokens = message.num_tokens
             if message.has_tokens:
                 times.append(time.monotonic() - started)
@@ -259,6 +263,7 @@ async def _measure(server: Server, job: Job, seed: int, started: float) -> Sampl
         error=error.code if error is not None else "",
         message=error.message if error is not None else "",
         is_other_length=num_tokens != job.output_tokens,
+        number=number,
     )
 
 

@@ -41,9 +41,15 @@ _BENCH_TIMEOUT_S = 600.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    options = build_parser().parse_args(arguments)
-    command: Callable[[argparse.Namespace], int] = options.command
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        if words[:1] == ["capacity"]:
+            # It has a parser of its own, and imports what takes time and only it needs.
+            from baton.client import capacity
+
+            return capacity.main(words[1:])
+        options = build_parser().parse_args(words)
+        command: Callable[[argparse.Namespace], int] = options.command
         return command(options)
     except BatonError as error:
         _complain(error)
@@ -72,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_status(commands)
     _add_bench(commands)
+    commands.add_parser("capacity", help="how many prefill and how many decode workers a traffic needs")
     return parser
 
 

@@ -31,7 +31,14 @@ ALLOWED_IMPORTS = {
     "client": {"proto"},
 }
 FOLDERS = set(ALLOWED_IMPORTS)
-COMPOSITION = {"client/calibrate.py", "client/cli.py", "client/demo.py", "router/__main__.py"}
+COMPOSITION = {
+    "client/calibrate.py",
+    "client/capacity.py",
+    "client/cli.py",
+    "client/demo.py",
+    "client/live.py",
+    "router/__main__.py",
+}
 ONE_PLACE = {  # a package that is imported in one file only, tests apart
     "ray": "router/fleet.py",
     "nixl": "kvtransfer/nixl_agent.py",

@@ -20,7 +20,7 @@ from baton.capacity.outcome import Slo
 from baton.capacity.record import to_plain
 from baton.capacity.study import Objective, Row, capacity_of
 from baton.capacity.summary import Summary
-from baton.capacity.sweep import Backend, Laboratory, Plan, Point, Progress, SweepError, rate_of, sweep
+from baton.capacity.sweep import Backend, Experiment, Laboratory, Point, Progress, SweepError, rate_of, sweep
 from baton.capacity.traffic import Traffic
 from baton.proto.messages import Role
 from baton.proto.settings import EngineSettings
@@ -63,7 +63,7 @@ def shapes(text: str = "1:1", knobs: tuple[Knobs, ...] = (Knobs(),)) -> tuple[Co
 
 
 def run(
-    plan: Plan,
+    plan: Experiment,
     measure: Callable[[Point], Summary],
     executor: Executor,
     journal: Journal,
@@ -77,7 +77,7 @@ def run(
 
 def test_the_capacity_of_a_known_cluster_is_found(threads: Executor, journal: Journal) -> None:
     """A prompt takes 0.1 s and an output 0.1 s: a pair serves 10 a second, two co-located workers as many."""
-    rows = run(Plan(shapes("1:1,1:3,3:1"), (TRAFFIC,), OBJECTIVE), Runs(), threads, journal)
+    rows = run(Experiment(shapes("1:1,1:3,3:1"), (TRAFFIC,), OBJECTIVE), Runs(), threads, journal)
     found = {row.label: row.capacity for row in rows}
     assert list(found) == ["1:1", "1:3", "3:1", "2 co-located", "4 co-located"]
     for label, expected in (("1:1", 10), ("1:3", 10), ("2 co-located", 10), ("4 co-located", 20)):
@@ -90,7 +90,7 @@ def test_every_configuration_was_sent_the_same_arrivals_at_the_rate_of_the_table
     threads: Executor, journal: Journal
 ) -> None:
     runs = Runs()
-    rows = run(Plan(shapes("1:2,2:1"), (TRAFFIC,), OBJECTIVE, repeats=2), runs, threads, journal)
+    rows = run(Experiment(shapes("1:2,2:1"), (TRAFFIC,), OBJECTIVE, repeats=2), runs, threads, journal)
     rates = [{level.rate for level in row.levels} for row in rows]
     compared = max(set.intersection(*rates))
     sent = [point.traffic for point in runs.points if point.traffic.rate == compared]
@@ -100,7 +100,7 @@ def test_every_configuration_was_sent_the_same_arrivals_at_the_rate_of_the_table
 
 
 def test_nothing_is_run_twice(threads: Executor, tmp_path: Path) -> None:
-    plan = Plan(shapes(), (TRAFFIC,), OBJECTIVE)
+    plan = Experiment(shapes(), (TRAFFIC,), OBJECTIVE)
     path = tmp_path / "points.jsonl"
     first, again = Runs(), Runs()
     before = run(plan, first, threads, Journal(path))
@@ -114,14 +114,16 @@ def test_nothing_is_run_twice(threads: Executor, tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", ["objective", "traffic", "setup"])
 def test_what_a_result_depends_on_is_run_again_when_it_changes(change: str, threads: Executor, tmp_path: Path) -> None:
     path = tmp_path / "points.jsonl"
-    plan = Plan(shapes(), (TRAFFIC,), OBJECTIVE, rates=(1.0,), compare_at=1.0)
+    plan = Experiment(shapes(), (TRAFFIC,), OBJECTIVE, rates=(1.0,), compare_at=1.0)
     run(plan, Runs(), threads, Journal(path))
     other = {
-        "objective": Plan(plan.configurations, plan.traffics, Objective(Slo(0.4, 0.02)), rates=(1.0,), compare_at=1.0),
-        "traffic": Plan(
+        "objective": Experiment(
+            plan.configurations, plan.traffics, Objective(Slo(0.4, 0.02)), rates=(1.0,), compare_at=1.0
+        ),
+        "traffic": Experiment(
             plan.configurations, (Traffic("fixed:100/12", 1.0, 300),), OBJECTIVE, rates=(1.0,), compare_at=1.0
         ),
-        "setup": Plan(shapes("1:1", knobs_of([512])), plan.traffics, OBJECTIVE, rates=(1.0,), compare_at=1.0),
+        "setup": Experiment(shapes("1:1", knobs_of([512])), plan.traffics, OBJECTIVE, rates=(1.0,), compare_at=1.0),
     }[change]
     runs = Runs()
     run(other, runs, threads, Journal(path))
@@ -129,7 +131,7 @@ def test_what_a_result_depends_on_is_run_again_when_it_changes(change: str, thre
 
 
 def test_a_sweep_that_was_broken_off_goes_on_where_it_stopped(threads: Executor, tmp_path: Path) -> None:
-    plan = Plan(shapes(), (TRAFFIC,), OBJECTIVE)
+    plan = Experiment(shapes(), (TRAFFIC,), OBJECTIVE)
     path = tmp_path / "points.jsonl"
     whole = Runs()
     expected = run(plan, whole, threads, Journal(tmp_path / "other.jsonl"))
@@ -141,7 +143,7 @@ def test_a_sweep_that_was_broken_off_goes_on_where_it_stopped(threads: Executor,
 
 
 def test_points_run_side_by_side_in_processes_give_the_same_rows(threads: Executor, tmp_path: Path) -> None:
-    plan = Plan(shapes(), (TRAFFIC,), OBJECTIVE, rates=(2.0, 8.0), compare_at=2.0)
+    plan = Experiment(shapes(), (TRAFFIC,), OBJECTIVE, rates=(2.0, 8.0), compare_at=2.0)
     alone = run(plan, Runs(), threads, Journal(tmp_path / "alone.jsonl"))
     with ProcessPoolExecutor(2, get_context("spawn")) as processes:
         together = run(plan, queue_cluster.measure, processes, Journal(tmp_path / "many.jsonl"), at_once=2)
@@ -149,7 +151,7 @@ def test_points_run_side_by_side_in_processes_give_the_same_rows(threads: Execut
 
 
 def test_an_objective_that_nobody_can_meet_is_explained(threads: Executor, journal: Journal) -> None:
-    plan = Plan(shapes(), (TRAFFIC,), Objective(Slo(ttft_s=0.05)))
+    plan = Experiment(shapes(), (TRAFFIC,), Objective(Slo(ttft_s=0.05)))
     for row in run(plan, Runs(), threads, journal):
         assert row.capacity.rate == 0
         assert "no rate meets it" in row.capacity.note
@@ -160,7 +162,7 @@ def test_a_full_disk_is_told_and_finished_points_are_kept(
     threads: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "points.jsonl"
-    plan = Plan(shapes(), (TRAFFIC,), OBJECTIVE)
+    plan = Experiment(shapes(), (TRAFFIC,), OBJECTIVE)
     real_write, written = os.write, 0
 
     def write(file: int, data: bytes) -> int:
