@@ -4,10 +4,11 @@ Owns: the numbering, and the names that blocks get by it. Refuses to know: text,
 
 A token's number tells who first had it, and its position:
 
-    request 7          | shared by all | session's request before | its own                 |
-                       0 ...           0 + position               number + position  ... one more for each output token
+    request 7     | shared by all | as the session's request before it | its own              | output
+    numbers       | position      | those of that request              | base of 7 + position | each one more than the last
 
-So the last token of a block names all tokens up to there, and nothing has to be hashed.
+So the last token of a block names all tokens up to there, and nothing has to be hashed. Tokens within a block of a
+prompt that nobody will ever look at are all 0.
 """
 
 from __future__ import annotations
@@ -33,21 +34,26 @@ class _Stretch:
 class Prompts:
     """Makes prompts. Remembers the last prompt of so many sessions; one that has rested longest is begun anew."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
         self._latest: dict[int, tuple[_Stretch, ...]] = {}
         self._made = 0
 
     def token_ids(self, arrival: Arrival) -> tuple[int, ...]:
+        """The prompt's tokens, of which only the last of each block and of all have a meaning."""
         self._made += 1
         stretches = self._stretches(arrival, self._made * STRIDE)
         self._latest[arrival.session] = stretches
         if len(self._latest) > _MAX_SESSIONS:
             del self._latest[next(iter(self._latest))]
-        if len(stretches) == 1:
-            return tuple(range(stretches[0].base, stretches[0].base + stretches[0].end))
-        token_ids: list[int] = []
+        size = self._block_size
+        token_ids = [0] * arrival.prompt_tokens
+        begin = 0
         for stretch in stretches:
-            token_ids.extend(range(stretch.base + len(token_ids), stretch.base + stretch.end))
+            first = begin + size - 1 - begin % size  # the last position of the block that `begin` is in
+            token_ids[first : stretch.end : size] = range(stretch.base + first, stretch.base + stretch.end, size)
+            begin = stretch.end
+        token_ids[-1] = stretches[-1].base + arrival.prompt_tokens - 1
         return tuple(token_ids)
 
     def _stretches(self, arrival: Arrival, base: int) -> tuple[_Stretch, ...]:
@@ -65,11 +71,6 @@ class Prompts:
         if not begin or begin[-1].end < length:
             begin.append(_Stretch(base, length))
         return tuple(begin)
-
-
-def next_token(token_id: int) -> int:
-    """The output token after a token of the same request."""
-    return token_id + 1
 
 
 def extend_names(names: list[Hashable], token_ids: Sequence[int], block_size: int, salt: str, adapter: str) -> None:

@@ -327,7 +327,7 @@ class _Run:
         self._loop = cluster.loop
         self._arrivals = arrivals
         self._sink = sink
-        self._prompts = Prompts()
+        self._prompts = Prompts(cluster.setup.block_size)
         self._num_arrived = 0
         self._num_running = 0
         self._exhausted = False

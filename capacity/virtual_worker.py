@@ -22,7 +22,7 @@ from random import Random
 
 from baton.capacity.cost import CostModel
 from baton.capacity.outcome import Histogram
-from baton.capacity.prompts import extend_names, next_token
+from baton.capacity.prompts import extend_names
 from baton.capacity.token_gaps import Reader, TokenGaps
 from baton.capacity.virtual_handoff import Exchange, Landed, Lender, MovedBytes, Receiver
 from baton.capacity.virtual_loop import VirtualLoop
@@ -335,7 +335,7 @@ class VirtualWorker:
         if self._gone:
             return
         now = self.loop.time()
-        token_ids = [next_token(chunk[0].token_ids[-1]) if chunk[3] else -1 for chunk in step.chunks]
+        token_ids = [sequence.token_ids[-1] + 1 if samples else -1 for sequence, _, _, samples in step.chunks]
         events = self.scheduler.commit(step, StepResult(token_ids), now)
         self._busy = False
         self._news = True

@@ -32,10 +32,14 @@ def coalesce(source_blocks: Sequence[int], destination_blocks: Sequence[int]) ->
     if len(set(destination_blocks)) != len(destination_blocks):
         raise ValueError(f"a destination block is named twice among {len(destination_blocks)}")
     runs: list[Run] = []
+    start = first = length = 0
     for destination, source in sorted(zip(destination_blocks, source_blocks, strict=True)):
-        last = runs[-1] if runs else None
-        if last and destination == last.destination + last.length and source == last.source + last.length:
-            runs[-1] = Run(last.source, last.destination, last.length + 1)
-        else:
-            runs.append(Run(source, destination, 1))
+        if length and destination == first + length and source == start + length:
+            length += 1
+            continue
+        if length:
+            runs.append(Run(start, first, length))
+        start, first, length = source, destination, 1
+    if length:
+        runs.append(Run(start, first, length))
     return runs
