@@ -51,6 +51,7 @@ _STAGES = (
     ("decode_admission", "decode admission", "#56B4E9", ".."),
 )
 _FIRST_TOKEN_STAGES = 3
+_LEGEND_LETTERS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +95,23 @@ def pictures(study: Study) -> list[Picture]:
             found.append(_drift(study))
         if study.predictions:
             found.append(_predictions(study.predictions))
+        for picture in found:
+            # Where everything goes is worked out once, and not again for each format.
+            picture.figure.draw_without_rendering()
+            picture.figure.set_layout_engine("none")
         return found
 
 
 def _goodput(rows: Sequence[Row], workload: str, study: Study) -> Picture:
     figure, axes = _figure(7.6, 4.6)
     best = max((row.capacity.rate for row in rows), default=0.0)
-    most = best * 2 or max(level.rate for row in rows for level in row.levels)
+    tried = [level.rate for row in rows for level in row.levels]
+    most = min(best * 1.5, max(tried)) if best else max(tried)
     for index, row in enumerate(rows):
         look = _look(index, row)
         levels = [level for level in row.levels if level.rate <= most]
         rates = [level.rate for level in levels]
-        shares = [level.goodput for level in levels]
+        shares = [level.attainment.scaled(level.rate) for level in levels]
         axes.plot(rates, [share.value for share in shares], label=row.label, ms=4, **look)
         axes.fill_between(
             rates,
@@ -121,7 +127,7 @@ def _goodput(rows: Sequence[Row], workload: str, study: Study) -> Picture:
     axes.plot(edge, edge, color=_GREY, lw=0.8, ls=":", label="every request good")
     target = [rate * study.objective.share for rate in edge]
     axes.plot(edge, target, color=_GREY, lw=1.4, label=f"objective: {study.objective.share:.0%} good")
-    axes.set(xlabel="offered rate (requests/s)", ylabel="goodput (good requests/s)", xlim=(0, most), ylim=(0, None))
+    axes.set(xlabel="offered rate (requests/s)", ylabel="goodput (good requests/s)", xlim=(0, most), ylim=(0, most))
     _legend(figure, axes)
     caption = (
         f"A request is good if it meets {_bounds(study.objective.slo)}. A configuration holds a rate as long as its "
@@ -167,21 +173,25 @@ def _capacities(study: Study) -> Picture:
             [height - row.capacity.low / total for height, row in zip(heights, ordered, strict=True)],
             [row.capacity.high / total - height for height, row in zip(heights, ordered, strict=True)],
         ]
-        name = ", ".join([*([workload] if several else []), f"{total} workers", *([knobs] if knobs else [])])
+        name = ", ".join(
+            [*([workload] if several else []), f"prefill:decode of {total} workers", *([knobs] if knobs else [])]
+        )
         axes.errorbar(shares, heights, yerr=errors, capsize=3, ms=6, label=name, **look)
         for row, x, y in zip(ordered, shares, heights, strict=True):
-            axes.annotate(row.shape.label, (x, y), (6, 5), textcoords="offset points", fontsize=8, color=look["color"])
+            axes.annotate(
+                row.shape.label, (x, y), (7, -13), textcoords="offset points", fontsize=9, color=look["color"]
+            )
         if math.isfinite(analytic := ordered[0].analytic_share):
             axes.axvline(analytic, color=look["color"], lw=1.2, ls=":")
             axes.annotate(
                 f"rate-matched {analytic:.2f}",
-                (analytic, 0.98 - 0.06 * index),
-                (3, 0),
+                (analytic, 0.02 + 0.06 * index),
+                (4 if analytic < 0.7 else -4, 0),
                 xycoords=("data", "axes fraction"),
                 textcoords="offset points",
-                fontsize=8,
+                fontsize=9,
                 color=look["color"],
-                va="top",
+                ha="left" if analytic < 0.7 else "right",
             )
         baseline = _baseline_of(study, ordered[0])
         if baseline is not None:
@@ -258,14 +268,14 @@ def _margins(rows: Sequence[Row], workload: str, rate: float, study: Study) -> P
         axes.set_xscale("log")
         unit_s = bound_s * 1e3 if math.isfinite(bound_s) else 1.0
         ticks = [margin * unit_s for margin in (0.25, 0.5, 1.0, 2.0, 4.0)]
-        axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+        axes.set_xticks(ticks, [f"{tick:,.0f}" if tick >= 100 else f"{tick:.3g}" for tick in ticks])
         axes.minorticks_off()
         axes.set(
             xlabel=f"bound on {name} (ms)" if math.isfinite(bound_s) else f"no bound on {name}", ylim=(-0.02, 1.02)
         )
     both[0].set_ylabel("share of good requests")
     handles, labels = both[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", fontsize=9)
+    _outside(figure, handles, labels)
     caption = (
         f"At {rate:.3g} requests/s, if one bound were stricter or milder and the other stayed. Red: the bound that was "
         f"asked for. Grey: the share that must be met ({study.objective.share:.0%}). Where the black curve lies above "
@@ -330,7 +340,7 @@ def _predictions(predictions: Sequence[Prediction]) -> Picture:
         axes.title.set_fontsize(10)
     panels[0].set_ylabel("predicted")
     handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=4, fontsize=9)
+    _outside(figure, handles, names)
     caption = "The same arrivals, simulated and measured. On the line: no error. Grey: within 10 %."
     return Picture("prediction", "Predicted against measured", caption, figure)
 
@@ -344,8 +354,13 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9, handlelength=2.6)
+    _outside(figure, *axes.get_legend_handles_labels())
+
+
+def _outside(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """Below the picture, in as many columns as its width has room for."""
+    columns = min(max(_LEGEND_LETTERS // (max(map(len, labels), default=0) + 8), 1), 4)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9, handlelength=2.6)
 
 
 def _look(index: int, row: Row | None = None) -> dict[str, Any]:

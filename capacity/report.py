@@ -31,7 +31,7 @@ h1 { font-size: 1.6rem; margin-bottom: 0.2rem; } h2 { font-size: 1.2rem; margin-
 th, td { padding: 0.25rem 0.6rem; border-bottom: 1px solid var(--edge); text-align: right; white-space: nowrap; }
 th { font-weight: 600; vertical-align: bottom; } td:first-child, th:first-child { text-align: left; }
 table.facts td { text-align: left; white-space: normal; } tr.baseline td { background: var(--soft); }
-.group { border-left: 1px solid var(--edge); } .dim, figcaption { color: var(--dim); }
+th[colspan] { text-align: center; } .group { border-left: 1px solid var(--edge); } .dim, figcaption { color: var(--dim); }
 .lead { font-size: 1.1rem; background: var(--soft); padding: 0.8rem 1rem; border-left: 4px solid #0072B2; }
 figure { margin: 1.5rem 0; } figure svg { background: #fff; max-width: 100%; height: auto; }
 .STABLE { color: #1b7f3b; } .BACKLOGGED { color: #a86400; } .OVERLOADED { color: #c02020; }
@@ -61,7 +61,7 @@ def html(study: Study, pictures: Sequence[plots.Picture]) -> str:
         "<h1>How many prefill and how many decode workers?</h1>",
         f'<p class="dim">{escape(_what(study))}</p>',
         *(f'<p class="lead">{escape(sentence)}</p>' for sentence in findings(study)),
-        *(f"<p><strong>Note.</strong> {escape(note)}</p>" for note in study.provenance.notes),
+        *(f"<p><strong>Note.</strong> {escape(note)}.</p>" for note in study.provenance.notes),
         *(_table(study, workload) for workload in study.workloads),
     ]
     if study.plan is not None:
@@ -88,7 +88,9 @@ def findings(study: Study) -> Iterator[str]:
         alone = [row for row in rows if row.configuration.is_baseline]
         prefix = f"{workload.name}: " if len(study.workloads) > 1 else ""
         if not any(row.capacity.rate for row in rows):
-            yield f"{prefix}No configuration meets the objective at any rate: {rows[0].capacity.note}."
+            best = max(rows, key=lambda row: row.levels[0].attainment.value)
+            nearest = f"Nearest to it is {best.label}: {best.capacity.note}"
+            yield f"{prefix}No configuration meets the objective at any rate. {nearest}."
         elif pairs and alone:
             yield prefix + _verdict(max(pairs, key=_per_worker), max(alone, key=_per_worker))
 
@@ -132,12 +134,13 @@ def _what(study: Study) -> str:
 def _table(study: Study, workload: Workload) -> str:
     rows = study.of(workload.name)
     head = (
-        '<tr><th rowspan="2">configuration<th rowspan="2">capacity<br>requests/s'
+        '<tr><th rowspan="2">configuration<th rowspan="2">verdict<th rowspan="2">bottleneck'
+        '<th rowspan="2">capacity<br>requests/s'
         '<th colspan="5" class="group">rates (requests/s)<th colspan="3" class="group">TTFT (ms)'
         '<th colspan="3" class="group">TPOT (ms)<th colspan="3" class="group">ITL (ms)'
         '<th colspan="3" class="group">E2E (s)<th colspan="3" class="group">pools'
         '<th colspan="3" class="group">hand-off<th colspan="3" class="group">tokens/s'
-        '<th colspan="4" class="group">trouble<th rowspan="2" class="group">bottleneck<th rowspan="2">verdict'
+        '<th colspan="4" class="group">trouble'
         '<tr><th class="group">offered<th>achieved<th>goodput<th>attainment<th>queue wait<br>p90 (ms)'
         + '<th class="group">p50<th>p90<th>p99' * 4
         + '<th class="group">busy<th>KV held<th>queued<br>tokens<th class="group">share<br>of E2E<th>GB/s<th>cached'
@@ -164,6 +167,8 @@ def _row(row: Row, level: Level) -> str:
     num_pools = len(level.runs[0].pools)
     cells = [
         f"<td>{escape(row.label)}",
+        f'<td class="{verdict}">{verdict} ({growth:+.0%})',
+        f"<td>{escape(_commonest([run.bottleneck for run in level.runs]))}",
         f"<td>{_capacity(row.capacity)}",
         f'<td class="group">{level.mean("offered_rate"):.3g}',
         f"<td>{level.mean('achieved_rate'):.3g}",
@@ -185,8 +190,6 @@ def _row(row: Row, level: Level) -> str:
         f"<td>{_ended(level, 'refused'):,}",
         f"<td>{_ended(level, 'failed') + _ended(level, 'deadline'):,}",
         f"<td>{level.mean('retries'):,.0f}",
-        f'<td class="group">{escape(_commonest([run.bottleneck for run in level.runs]))}',
-        f'<td class="{verdict}">{verdict} ({growth:+.0%})',
     ]
     return f"<tr{' class=baseline' if row.configuration.is_baseline else ''}>" + "".join(cells)
 

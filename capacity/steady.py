@@ -22,6 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
@@ -144,7 +145,8 @@ def blocks(good: Sequence[bool] | NDArray[np.bool_]) -> tuple[Block, ...]:
     return tuple(Block(len(part), int(part.sum())) for part in np.array_split(flags, number))
 
 
-def share(of: Sequence[Block], seed: int = 0) -> Share:
+@lru_cache(maxsize=4096)
+def share(of: tuple[Block, ...], seed: int = 0) -> Share:
     """By a bootstrap over blocks. Never narrower than Wilson's interval: where all requests were good, or none, blocks
     that are drawn again say nothing about the next request."""
     total = sum(block.requests for block in of)

@@ -44,7 +44,8 @@ class Objective:
             for name, bound_s in (("TTFT", self.slo.ttft_s), ("TPOT", self.slo.tpot_s))
             if math.isfinite(bound_s)
         ]
-        return f"{self.share:.0%} of requests with {' and '.join(bounds) or 'any latency, if they finish'}"
+        wanted = f"have {' and '.join(bounds)}" if bounds else "finish"
+        return f"at least {self.share:.0%} of requests {wanted}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,9 +263,10 @@ def capacity_of(levels: Sequence[Level], target: float) -> Capacity:
     is_bounded = bool(measured[-1] < target)
     if rate == 0.0:
         lightest = levels[0]
+        ttft_s, tpot_s = (lightest.latency(name).p90 for name in ("ttft", "tpot"))
         note = (
-            f"no rate meets it: at {lightest.rate:.3g} requests/s {lightest.attainment.value:.0%} do, with TTFT p90 "
-            f"{lightest.latency('ttft').p90 * 1e3:,.0f} ms and TPOT p90 {lightest.latency('tpot').p90 * 1e3:,.0f} ms"
+            f"even at {lightest.rate:.3g} requests/s only {lightest.attainment.value:.0%} of requests are good, with "
+            f"TTFT p90 {ttft_s * 1e3:,.0f} ms and TPOT p90 {tpot_s * 1e3:,.0f} ms"
         )
         return Capacity(0.0, 0.0, high, note=note)
     note = "" if is_bounded else f"still met at {rates[-1]:.3g} requests/s, the highest rate tried"

@@ -34,9 +34,10 @@ from baton.capacity.summary import Summary
 from baton.capacity.traffic import Traffic
 
 STEPS_PER_OCTAVE = 16
-_LIGHT_OCTAVES = 4
+_LIGHT_OCTAVES = 2
 _MOST_OCTAVES = 8
-_GUESSED_POINTS = 9
+_GUESSED_POINTS = 10
+_CURVE = (0.8, 0.5)
 _LENGTHS_OF = 2000
 
 
@@ -249,6 +250,11 @@ class Search:
                 met = middle
             else:
                 missed = middle
+        # For the curves: not far below capacity, and half of it.
+        for fraction in _CURVE:
+            wanted = met + round(math.log2(fraction) * STEPS_PER_OCTAVE)
+            if not any(abs(math.log2(level.rate) * STEPS_PER_OCTAVE - wanted) < 3 for level in self.levels()):
+                await self.level(rate_of(wanted))
 
     async def _meets(self, step: int) -> bool:
         level = await self.level(rate_of(step))

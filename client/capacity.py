@@ -273,7 +273,7 @@ def _given(options: argparse.Namespace, num_requests: int) -> _Given:
     cost, cost_text, model = _cost(options, cluster)
     traffics = _traffics(options, options.num_requests or num_requests)
     setup = setup_of(cluster, model, Shape(1, 1))
-    objective = Objective(_slo(options, cost, traffics[0], setup.max_model_len), options.attainment)
+    objective = Objective(_slo(options, cost, traffics, setup.max_model_len), options.attainment)
     return _Given(cluster, cost, cost_text, model, traffics, objective)
 
 
@@ -312,12 +312,14 @@ def _traffics(options: argparse.Namespace, num_requests: int) -> tuple[Traffic, 
     return tuple(Traffic(name, rate, num_requests, options.seed, scale, scale) for name in names)
 
 
-def _slo(options: argparse.Namespace, cost: CostModel, traffic: Traffic, max_model_len: int) -> Slo:
+def _slo(options: argparse.Namespace, cost: CostModel, traffics: Sequence[Traffic], max_model_len: int) -> Slo:
     """As asked for, or so many times what one request would get that is alone: a bound that can be met."""
-    found = list(islice(replace(traffic, rate=1.0).arrivals(max_model_len), 1000))
-    prompts = sorted(arrival.prompt_tokens for arrival in found)
-    prompt = prompts[int(_SLO_PROMPT * (len(prompts) - 1))]
-    context = sum(arrival.prompt_tokens for arrival in found) // len(found)
+    prompt, context = 1, 1
+    for traffic in traffics:
+        found = islice(replace(traffic, rate=1.0).arrivals(max_model_len), 1000)
+        prompts = sorted(arrival.prompt_tokens for arrival in found)
+        prompt = max(prompt, prompts[int(_SLO_PROMPT * (len(prompts) - 1))])
+        context = max(context, sum(prompts) // len(prompts))
     alone = Slo(
         cost.step_s(prompt, prompt * (prompt + 1) // 2, 0, 0) + cost.routing.routing_s + cost.routing.delivery_s,
         cost.step_s(0, 0, 1, context),
