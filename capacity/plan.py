@@ -28,6 +28,7 @@ from baton.router.config import ClusterConfig
 DRIFTS = ((0.75, 1.0), (1.25, 1.0), (1.0, 0.75), (1.0, 1.25))
 _NEIGHBOURS = 1
 _RESAMPLES = 400
+_GUESSED_LEVELS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class _Trials:
                 (Configuration(shape, setup),), (self.traffic,), self.wish.objective, self.wish.repeats
             )
             self.searches[shape] = Search(
-                experiment.configurations[0], self.traffic, experiment, self.laboratory, self.cost, expects=1
+                experiment.configurations[0], self.traffic, experiment, self.laboratory, self.cost, expects=None
             )
         return self.searches[shape]
 
@@ -90,6 +91,7 @@ class _Trials:
 async def plan(wish: Wish, laboratory: Laboratory, cost: CostModel) -> tuple[Plan, Workload, tuple[Row, ...]]:
     """The recommendation, and what it rests on."""
     formula = _match(wish, wish.traffic, cost)
+    laboratory.expect(_GUESSED_LEVELS * wish.repeats)
     trials = _Trials(wish, wish.traffic, laboratory, cost)
     start = math.ceil(wish.traffic.rate * (formula.prefill_s + formula.decode_s))
     pair = await trials.smallest(start, 2, lambda total: splits(formula, total))

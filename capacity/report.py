@@ -31,7 +31,8 @@ h1 { font-size: 1.6rem; margin-bottom: 0.2rem; } h2 { font-size: 1.2rem; margin-
 th, td { padding: 0.25rem 0.6rem; border-bottom: 1px solid var(--edge); text-align: right; white-space: nowrap; }
 th { font-weight: 600; vertical-align: bottom; } td:first-child, th:first-child { text-align: left; }
 table.facts td { text-align: left; white-space: normal; } tr.baseline td { background: var(--soft); }
-th[colspan] { text-align: center; } .group { border-left: 1px solid var(--edge); } .dim, figcaption { color: var(--dim); }
+th[colspan] { text-align: center; } .group { border-left: 1px solid var(--edge); }
+.dim, figcaption { color: var(--dim); }
 .lead { font-size: 1.1rem; background: var(--soft); padding: 0.8rem 1rem; border-left: 4px solid #0072B2; }
 figure { margin: 1.5rem 0; } figure svg { background: #fff; max-width: 100%; height: auto; }
 .STABLE { color: #1b7f3b; } .BACKLOGGED { color: #a86400; } .OVERLOADED { color: #c02020; }
@@ -91,7 +92,7 @@ def findings(study: Study) -> Iterator[str]:
             best = max(rows, key=lambda row: row.levels[0].attainment.value)
             nearest = f"Nearest to it is {best.label}: {best.capacity.note}"
             yield f"{prefix}No configuration meets the objective at any rate. {nearest}."
-        elif pairs and alone:
+        elif any(row.capacity.is_known for row in pairs) and any(row.capacity.is_known for row in alone):
             yield prefix + _verdict(max(pairs, key=_per_worker), max(alone, key=_per_worker))
 
 
@@ -114,7 +115,7 @@ def _verdict(pair: Row, alone: Row) -> str:
 
 
 def _per_worker(row: Row) -> float:
-    return row.capacity.rate / row.shape.total
+    return row.capacity.rate / row.shape.total if row.capacity.is_known else -1.0
 
 
 def _rate(capacity: Capacity, divide: float) -> str:
@@ -219,6 +220,8 @@ def _quantiles(of: Distribution, factor: float) -> str:
 
 
 def _capacity(capacity: Capacity) -> str:
+    if not capacity.is_known:
+        return "-"
     if capacity.rate == 0:
         return "none"
     more = "" if capacity.is_bounded else "&ge; "

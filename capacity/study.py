@@ -91,7 +91,8 @@ class Level:
 class Capacity:
     """The highest rate at which the objective is met, with a 95 % confidence interval; 0 if it is at none.
 
-    `is_bounded` is False if it was still met at the highest rate tried: the capacity is that or more.
+    `is_bounded` is False if it was still met at the highest rate tried: the capacity is that or more. NaN if only one
+    rate was tried.
     """
 
     rate: float
@@ -99,6 +100,10 @@ class Capacity:
     high: float
     is_bounded: bool = True
     note: str = ""
+
+    @property
+    def is_known(self) -> bool:
+        return math.isfinite(self.rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,8 +257,8 @@ def capacity_of(levels: Sequence[Level], target: float) -> Capacity:
     Chance makes attainment rise with the rate here and there, so it is first made to fall (each level pooled with
     its neighbours as far as needed). The interval is a bootstrap over blocks of requests, the same ones at all rates.
     """
-    if not levels:
-        return Capacity(0.0, 0.0, 0.0, note="no rate was tried")
+    if len(levels) < 2:
+        return Capacity(math.nan, math.nan, math.nan)
     rates = np.array([level.rate for level in levels])
     measured = falling(np.array([level.attainment.value for level in levels]))
     rate = crossing(rates, measured, target)

@@ -178,9 +178,9 @@ class Search:
         experiment: Experiment,
         laboratory: Laboratory,
         cost: CostModel | None,
-        expects: int = _GUESSED_POINTS,
+        expects: int | None = _GUESSED_POINTS,
     ) -> None:
-        """`expects`: levels that it is likely to need, for the time left."""
+        """`expects`: levels that it is likely to need, for the time left; None if somebody else has said."""
         self.configuration = configuration
         self.traffic = traffic
         self._experiment = experiment
@@ -190,14 +190,17 @@ class Search:
         if cost is not None:
             lengths = lengths_of(traffic, configuration.setup)
             self._match = match(configuration.setup, cost, lengths, experiment.objective.slo)
-        self._expect(len(experiment.rates) or expects)
+        self._expected = 0 if expects is None else (len(experiment.rates) or expects) * experiment.repeats
+        self._is_accounted = expects is not None
+        laboratory.expect(self._expected)
 
     async def run(self) -> None:
         if self._experiment.rates:
             await all_of([self.level(rate) for rate in self._experiment.rates], self._laboratory.is_parallel)
         else:
             await self._search()
-        self._laboratory.expect(-self._expected + len(self._levels) * self._experiment.repeats)
+        if self._is_accounted:
+            self._laboratory.expect(-self._expected + len(self._levels) * self._experiment.repeats)
 
     async def level(self, rate: float) -> Level:
         """One rate with all seeds."""
@@ -262,10 +265,6 @@ class Search:
 
     def levels(self) -> tuple[Level, ...]:
         return tuple(self._levels[rate] for rate in sorted(self._levels))
-
-    def _expect(self, levels: int) -> None:
-        self._expected = levels * self._experiment.repeats
-        self._laboratory.expect(self._expected)
 
 
 def rate_of(step: int) -> float:

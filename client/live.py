@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from baton.capacity.cluster import ClusterSetup
 from baton.capacity.grid import Shape
@@ -154,11 +154,10 @@ def sizes(setup: ClusterSetup) -> dict[Role, int]:
 
 
 async def reshape(client: AsyncClient, wanted: dict[Role, int]) -> list[RoleChange]:
-    """Brings a running cluster to these numbers of workers. Raises LiveError, or a BatonError that is no answer."""
+    """Brings a running cluster to these numbers of workers. Raises LiveError."""
     changes: list[RoleChange] = []
     began = time.monotonic()
-    status = await client.status()
-    for worker, role in _to_change(status, wanted):
+    for worker, role in _to_change(await client.status(), wanted):
         started = time.monotonic()
         try:
             await client.set_role(worker.worker_id, role.value)
@@ -168,19 +167,17 @@ async def reshape(client: AsyncClient, wanted: dict[Role, int]) -> list[RoleChan
             raise LiveError(f"worker {worker.worker_id} cannot become {role.value}: {error.message}") from error
         took_s = time.monotonic() - started
         changes.append(RoleChange(worker.worker_id, Role(worker.role), role, started - began, math.nan, took_s))
-    status = await client.status()
+    pools = await _pools(client)
+    for role, size in wanted.items():
+        if size and role not in pools:
+            raise LiveError(
+                f"the cluster has no {role.value} pool, and its workers keep their roles: name such a pool in its "
+                "file, with size 0 if it is not to run at first"
+            )
     # First what makes room: a machine may have no more of what a worker needs than it uses already.
-    for shrinks in (True, False):
-        for pool in _pools(status):
-            excess = pool.size - wanted[pool.role]
-            if (excess > 0) is shrinks and excess:
-                await _scale(client, pool, wanted[pool.role])
-    missing = [role.value for role, size in wanted.items() if size and role not in {p.role for p in _pools(status)}]
-    if missing:
-        raise LiveError(
-            f"the cluster has no {missing[0]} pool, and its workers keep their roles: name the pool in its file, with "
-            "size 0 if it is not to run at first"
-        )
+    for pool in sorted(pools.values(), key=lambda pool: wanted[pool.role] - pool.size):
+        if pool.size != wanted[pool.role]:
+            await _scale(client, pool, wanted[pool.role])
     await _until_ready(client, wanted)
     return changes
 
@@ -192,17 +189,18 @@ class _Pool:
     size: int
 
 
-def _pools(status: cluster.ClusterStatus) -> list[_Pool]:
-    """Of each role the first pool; of others, none can be told apart by what is wanted."""
+async def _pools(client: AsyncClient) -> dict[Role, _Pool]:
+    """The pools of the cluster's file, empty ones too, with the workers that now have their role."""
+    model, status = await client.model(), await client.status()
+    workers = [worker for pool in status.pools for worker in pool.workers]
     found: dict[Role, _Pool] = {}
-    for pool in status.pools:
+    for pool in model.pools:
         role = Role(pool.role)
         if role in found:
-            raise LiveError(
-                f"the cluster has several {role.value} pools ({found[role].name}, {pool.name}): re-shape it by hand"
-            )
-        found[role] = _Pool(pool.name, role, sum(worker.role == role.value for worker in pool.workers))
-    return list(found.values())
+            names = f"{found[role].name}, {pool.name}"
+            raise LiveError(f"the cluster has several {role.value} pools ({names}): bring it into shape by hand")
+        found[role] = _Pool(pool.name, role, sum(worker.role == role.value for worker in workers))
+    return found
 
 
 def _to_change(status: cluster.ClusterStatus, wanted: dict[Role, int]) -> list[tuple[cluster.WorkerStatus, Role]]:
@@ -262,10 +260,7 @@ async def measured(target: str, token: str | None, point: Point, changes: Sequen
 
 async def _warm_up(server: _Telling, model: bench.ServedModel, point: Point) -> None:
     """A few requests like those to come: memory is touched, connections between workers are made."""
-    few = [
-        arrival
-        for arrival, _ in zip(point.traffic.arrivals(point.setup.max_model_len), range(_WARM_UP_REQUESTS), strict=False)
-    ]
+    few = list(islice(point.traffic.arrivals(point.setup.max_model_len), _WARM_UP_REQUESTS))
     await bench.run(server, bench.jobs(few, model, seed=-1), concurrency=1, seed=-_WARM_UP_REQUESTS - 1)
     server.finishes.clear()
 
@@ -279,9 +274,8 @@ async def _until_quiet(client: AsyncClient) -> None:
                     return
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
-        raise LiveError(
-            f"the cluster still had requests of others after {_QUIET_S:g} s: measure on one that is idle"
-        ) from None
+        problem = f"still had requests of others after {_QUIET_S:g} s"
+        raise LiveError(f"the cluster {problem}: measure on one that is idle") from None
 
 
 class _Telling(GrpcServer):

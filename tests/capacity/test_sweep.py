@@ -240,5 +240,5 @@ def test_the_lattice_of_rates_is_the_same_for_all() -> None:
     assert [rate_of(step) for step in range(-3, 4)] == sorted(rate_of(step) for step in range(-3, 4))
 
 
-def test_no_level_has_no_capacity() -> None:
-    assert capacity_of((), 0.9).rate == 0
+def test_without_two_rates_the_capacity_is_not_known() -> None:
+    assert not capacity_of((), 0.9).is_known
