@@ -4,8 +4,8 @@ Owns: the numbering, and the names that blocks get by it. Refuses to know: text,
 
 A token's number tells who first had it, and its position:
 
-    request 7     | shared by all | as the session's request before it | its own              | output
-    numbers       | position      | those of that request              | base of 7 + position | each one more than the last
+    request 7   | shared by all | as the session's request before it | its own              | output
+    numbers     | position      | those of that request              | base of 7 + position | one more for each
 
 So the last token of a block names all tokens up to there, and nothing has to be hashed. Tokens within a block of a
 prompt that nobody will ever look at are all 0.
@@ -57,9 +57,11 @@ class Prompts:
         return tuple(token_ids)
 
     def _stretches(self, arrival: Arrival, base: int) -> tuple[_Stretch, ...]:
-        length, shared = arrival.prompt_tokens, min(arrival.shared_tokens, arrival.prompt_tokens)
+        length = arrival.prompt_tokens
+        # The last token is always its own, so that what follows it is too.
+        shared = min(arrival.shared_tokens, length - 1)
         previous = self._latest.pop(arrival.session, ())
-        reused = min(arrival.prefix_tokens, length, previous[-1].end if previous else 0)
+        reused = min(arrival.prefix_tokens, length - 1, previous[-1].end if previous else 0)
         begin: list[_Stretch] = []
         if reused > shared:
             for stretch in previous:
@@ -68,9 +70,7 @@ class Prompts:
                     break
         elif shared:
             begin.append(_Stretch(0, shared))
-        if not begin or begin[-1].end < length:
-            begin.append(_Stretch(base, length))
-        return tuple(begin)
+        return (*begin, _Stretch(base, length))
 
 
 def extend_names(names: list[Hashable], token_ids: Sequence[int], block_size: int, salt: str, adapter: str) -> None:

@@ -40,7 +40,7 @@ from baton.capacity.virtual_handoff import Exchange
 from baton.capacity.virtual_loop import VirtualLoop
 from baton.capacity.virtual_worker import Figures, StepListener, VirtualLink, VirtualWorker
 from baton.capacity.workload import Arrival
-from baton.proto.messages import Role, Sampling, WorkerDescription
+from baton.proto.messages import Role, Sampling, TokenBatch, WorkerDescription
 from baton.proto.settings import TransferSettings
 from baton.router.core import RouterCore
 from baton.router.journey import Ended, Errand, Failed, Journey, Tokens, Trouble
@@ -68,8 +68,8 @@ def simulate(
 ) -> RunOutcome:
     """Runs all arrivals, which must be in order of time, to their ends. The same arguments give the same outcome.
 
-    `sink` hears of each request when it ends; nothing of it is kept. `listener` hears of every step that is planned.
-    Raises SetupError.
+    `sink` hears of each request when it ends; nothing of it is kept. `listener` hears of every step that is planned. An
+    event after the last request's end does not happen. Raises SetupError.
     """
     _check(setup)
     cluster = _Cluster(setup, cost, seed, listener)
@@ -105,7 +105,7 @@ def _check(setup: ClusterSetup) -> None:
 
 
 class _Seat:
-    """One worker's place: who sits there, and since when it is drained."""
+    """One worker's place, and who sits there: nobody after a failure. A draining one is not taken again."""
 
     def __init__(self, worker_id: str, pool: str, setup: PoolSetup) -> None:
         self.worker_id = worker_id
@@ -114,6 +114,7 @@ class _Seat:
         self.role = setup.role
         self.incarnations = 0
         self.worker: VirtualWorker | None = None
+        self.draining = False
         self.leaving = False
 
 
@@ -212,24 +213,31 @@ class _Cluster:
                 self._resize(event)
 
     def _start(self, change: Coroutine[object, object, object]) -> None:
-        self.loop.create_task(change).add_done_callback(lambda task: task.result())
+        self.loop.create_task(change).add_done_callback(lambda task: None if task.cancelled() else task.result())
 
     def _fail(self, seat: _Seat, event: WorkerFails) -> None:
         if seat.worker is None:
             return
         worker, seat.worker = seat.worker, None
-        worker.kill("the process died")
-        self.loop.at(self.loop.time() + self.cost.routing.report_delay_s, partial(self.router.disconnect, worker.link))
+        batches = worker.close()
+        heard_s = self.loop.time() + self.cost.routing.report_delay_s
+        self.loop.at(heard_s, partial(self._lose, worker, batches, "the process died"))
         if event.back_after_s is not None:
-            self.loop.at(event.at_s + event.back_after_s, partial(self._come_back, seat))
+            self.loop.at(max(heard_s, event.at_s + event.back_after_s), partial(self._come_back, seat))
+
+    def _lose(self, worker: VirtualWorker, batches: list[TokenBatch], reason: str) -> None:
+        """The router hears the last of a worker."""
+        worker.link.deliver(batches, [])
+        worker.link.lose(reason)
+        self.router.disconnect(worker.link)
 
     def _come_back(self, seat: _Seat) -> None:
-        if seat.worker is None and not seat.leaving:
-            self.router.links.pop(seat.worker_id, None)
+        if seat.worker is None and not seat.draining:
             self._open(seat)
 
     async def _drain(self, seat: _Seat) -> None:
-        """As the live fleet does: nothing new, then what does not end in time moves."""
+        """As the live fleet does: nothing new, then what does not end in time moves. Nobody sits there afterwards."""
+        seat.draining = True
         self.router.book.set_draining(seat.worker_id, True)
         worker = seat.worker
         if worker is None:
@@ -241,21 +249,19 @@ class _Cluster:
                 async with asyncio.timeout(self.setup.router.drain_timeout_s):
                     await rested
             except TimeoutError:
-                worker.kill("drained")
-                worker.link.lose("closed by the router")
-        worker.retire()
+                pass
         if seat.worker is worker:
             seat.worker = None
-            self.router.disconnect(worker.link)
+            self._lose(worker, worker.close(), "closed by the router")
 
     async def _change_role(self, seat: _Seat, event: RoleChanges) -> None:
         before, asked_s = seat.role, self.loop.time()
         await self._drain(seat)
         drained_s = self.loop.time()
         await asyncio.sleep(event.change_s)
-        if seat.worker is not None or seat.leaving:
+        if seat.leaving:
             return
-        seat.role = event.role
+        seat.role, seat.draining = event.role, False
         self._open(seat)
         now = self.loop.time()
         self.role_changes.append(
@@ -287,15 +293,16 @@ class _Cluster:
         elif event.worker_id not in self._seats:
             raise SetupError(f"{name}: worker_id is {event.worker_id!r}, there are {', '.join(self._seats)}")
 
-    def pools(self, duration_s: float) -> tuple[PoolOutcome, ...]:
+    def pools(self) -> tuple[PoolOutcome, ...]:
         for seat in self._seats.values():
             if seat.worker is not None:
-                seat.worker.retire()
+                seat.worker.close()
         return tuple(self._pool(name, role, figures) for (name, role), figures in self._figures.items())
 
     def _pool(self, name: str, role: Role, figures: Figures) -> PoolOutcome:
         up_s = figures.up_s or 1.0
-        workers = sum(seat.pool == name and seat.role is role for seat in self._seats.values())
+        seats = [seat for seat in self._seats.values() if not seat.leaving]
+        workers = sum(seat.pool == name and seat.role is role for seat in seats)
         return PoolOutcome(
             name=name if role is self._pools[name].role else f"{name} as {role.value}",
             role=role,
@@ -339,12 +346,14 @@ class _Run:
             self._loop.at(event.at_s, partial(cluster.befall, event))
 
     def run(self) -> RunOutcome:
-        self._expect_next()
-        if not self._exhausted:
+        try:
+            self._expect_next()
             self._loop.run()
+        finally:
+            self._loop.close()
         duration_s = self._last_end_s
         cluster = self._cluster
-        return RunOutcome(duration_s, cluster.pools(duration_s), cluster.itl, tuple(cluster.role_changes))
+        return RunOutcome(duration_s, cluster.pools(), cluster.itl, tuple(cluster.role_changes))
 
     def _expect_next(self) -> None:
         arrival = next(self._arrivals, None)
@@ -372,6 +381,8 @@ class _Run:
         self._expect_next()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            return
         task.result()
         self._num_running -= 1
         self._last_end_s = self._loop.time()

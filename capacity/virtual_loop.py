@@ -45,7 +45,6 @@ class VirtualLoop:
         events._set_running_loop(None)
         events._set_running_loop(self._as_loop)
         ready, timers = self._ready, self._timers
-        self._stopping = False
         try:
             while True:
                 while ready:
@@ -53,6 +52,7 @@ class VirtualLoop:
                     if not handle.cancelled():
                         handle._run()
                 if self._stopping:
+                    self._stopping = False
                     return
                 if not timers:
                     raise Stalled(f"nothing is left to happen after {self._now:.3f} s")
@@ -73,6 +73,14 @@ class VirtualLoop:
     def stop(self) -> None:
         """Ends `run` when what is ready now has run."""
         self._stopping = True
+
+    def close(self) -> None:
+        """Cancels the tasks that are left and lets them end; timers never ring."""
+        self._timers.clear()
+        for task in asyncio.all_tasks(self._as_loop):
+            task.cancel()
+        self.stop()
+        self.run()
 
     def at(self, when: float, event: Callable[[], object]) -> None:
         """Has something happen at a time, for certain; at once, after what is due already, if that is past."""

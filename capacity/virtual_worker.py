@@ -237,23 +237,14 @@ class VirtualWorker:
             record.reader.num_unsent = record.sequence.num_output_tokens - record.num_told
             record.reader = Reader()
 
-    def kill(self, reason: str) -> None:
-        """Ends at once, a step in progress included. Tokens of steps before that are on their way."""
+    def close(self) -> list[TokenBatch]:
+        """Ends at once, a step in progress included; returns what it had said by then and the router has not heard."""
+        if self._gone:
+            return []
         batches = self._batches
         for record in self._legs.values():
             self._gaps.leave(record.sequence)
             batches.extend(self._rest_of(record))
-        self._close()
-        self.loop.at(self.loop.time() + self._cost.routing.report_delay_s, partial(self.link.deliver, batches, []))
-        self.loop.at(self.loop.time() + self._cost.routing.report_delay_s, partial(self.link.lose, reason))
-
-    def retire(self) -> None:
-        """Ends a worker that has nothing to do any more."""
-        self._close()
-
-    def _close(self) -> None:
-        if self._gone:
-            return
         self._gone = True
         self._exchange.remove(self.description.incarnation)
         self._account()
@@ -264,6 +255,7 @@ class VirtualWorker:
         figures.tokens_generated += counters.tokens_generated
         figures.tokens_recomputed += counters.tokens_recomputed
         figures.preemptions += counters.preemptions_recompute
+        return batches
 
     # --- from the hand-off (virtual_handoff.Worker) -----------------------------------------------------------------
 
