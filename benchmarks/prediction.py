@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
+import itertools
 import json
 import math
 import statistics
@@ -59,6 +60,8 @@ TTFT_AIM, TPOT_AIM = 0.10, 0.05
 _SATURATING = 400
 _SETTLE_S = 1.0
 _TIMEOUT_S = 300.0
+
+_numbers = itertools.count(1)
 
 Metrics = dict[str, float]
 
@@ -195,7 +198,7 @@ class _Laboratory:
     def _live(self, arrivals: Sequence[Arrival]) -> Run:
         psutil.cpu_percent()
         start_s = time.monotonic()
-        samples = asyncio.run(_ask(self._target, arrivals, self._options.seed))
+        samples = asyncio.run(_ask(self._target, arrivals, next(_numbers)))
         end_s = time.monotonic()
         busy = psutil.cpu_percent() / 100 * (psutil.cpu_count() or 1)
         failed = [sample for sample in samples if sample.error]
@@ -218,6 +221,7 @@ class _Laboratory:
 
 
 async def _ask(target: str, arrivals: Sequence[Arrival], seed: int) -> list[bench.Sample]:
+    """Each run has a seed of its own: prompts of the run before would be found in a prefix cache."""
     server = GrpcServer(target, None, _TIMEOUT_S)
     try:
         return await bench.run(server, bench.jobs(arrivals, await server.model(), seed), seed=seed)

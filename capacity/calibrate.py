@@ -12,6 +12,7 @@ the curve. Non-negative least squares is Lawson and Hanson's active set, on the 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -128,8 +129,12 @@ def fit_steps(steps: Sequence[StepRecord]) -> tuple[StepCost, Vector]:
 
 
 def fit_transfer(handoffs: Sequence[HandoffRecord]) -> TransferCost:
-    """What reads took, and what a hand-off took beside them; zeros where none was noted."""
-    read = [handoff for handoff in handoffs if handoff.pulls and handoff.reading_s > 0]
+    """What reads took, and what a hand-off took beside them; zeros where none was noted.
+
+    Of many at a time each waits for the others' messages, so those that were alone are taken, if there are enough. The
+    hand-offs must be of one worker, or of workers that have nothing in common.
+    """
+    read = _alone([handoff for handoff in handoffs if handoff.pulls and handoff.reading_s > 0])
     if len(read) < _MIN_IN_SEGMENT:
         return TransferCost()
     matrix = np.array([[handoff.pulls, handoff.bytes, handoff.runs] for handoff in read], dtype=float)
@@ -205,6 +210,21 @@ def _nonnegative(matrix: Vector, target: Vector) -> Vector:
             x[~chosen] = 0.0
         x = trial
     return x
+
+
+def _alone(handoffs: Sequence[HandoffRecord]) -> Sequence[HandoffRecord]:
+    """Those in whose time no other was under way; all of them if these are too few."""
+    spans = sorted(
+        ((each.landed_s - max(each.transfer_s, each.reading_s), each) for each in handoffs), key=lambda span: span[0]
+    )
+    found = []
+    until_s = -math.inf
+    for number, (start_s, handoff) in enumerate(spans):
+        next_start_s = spans[number + 1][0] if number + 1 < len(spans) else math.inf
+        if until_s < start_s and handoff.landed_s < next_start_s:
+            found.append(handoff)
+        until_s = max(until_s, handoff.landed_s)
+    return found if len(found) >= _MIN_IN_SEGMENT else handoffs
 
 
 def _knots(rows: Vector) -> Vector:

@@ -117,7 +117,7 @@ def bursts(room: Room, seed: int) -> Iterator[Burst]:
                 (max(1, min(round(context * generator.uniform(0.7, 1.3)), longest)), generator.randint(24, 48))
                 for _ in range(batch)
             )
-            trailing = tuple(length(16, _BURST_TOKENS // 2) for _ in range(3 * room.workers))
+            trailing = tuple(length(16, _BURST_TOKENS // 2) for _ in range(6 * room.workers))
             yield Burst(kind, together, trailing if kind is Kind.MIXED else ())
 
 

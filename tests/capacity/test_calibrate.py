@@ -129,12 +129,21 @@ def test_a_transfer_is_found_from_hand_offs_of_several_reads():
         reading_s = (2e-3 * pulls + 1.5e-10 * num_bytes + 4e-6 * runs) * generator.lognormvariate(0, 0.02)
         reading_s *= 6 if generator.random() < 0.04 else 1
         transfer_s = reading_s / pulls + 1.2e-3
-        handoffs.append(HandoffRecord(0.0, pulls, num_bytes, runs, reading_s, 0.0, transfer_s))
+        handoffs.append(HandoffRecord(float(len(handoffs)), pulls, num_bytes, runs, reading_s, 0.0, transfer_s))
     found = calibrate.fit_transfer(handoffs)
     assert found.start_s == pytest.approx(2e-3, rel=0.05)
     assert found.byte_s == pytest.approx(1.5e-10, rel=0.05)
     assert found.run_s == pytest.approx(4e-6, rel=0.15)
     assert found.control_s == pytest.approx(1.2e-3, rel=0.01)
+
+
+def test_hand_offs_that_waited_for_one_another_do_not_count_where_others_were_alone():
+    alone = [HandoffRecord(10.0 * k, 1, 368_640, 1, 1e-3, 0.0, 3e-3) for k in range(20)]
+    crowd = [HandoffRecord(5.0 + 1e-3 * k, 1, 368_640, 1, 20e-3, 0.0, 60e-3) for k in range(200)]
+    found = calibrate.fit_transfer([*crowd, *alone])
+    assert found.control_s == pytest.approx(2e-3)
+    assert found.start_s + 368_640 * found.byte_s + found.run_s == pytest.approx(1e-3)
+    assert calibrate.fit_transfer(crowd).control_s == pytest.approx(40e-3)
 
 
 def test_the_way_to_a_worker_and_back_is_what_a_probe_leaves_around_its_step():
