@@ -49,7 +49,7 @@ STEP_MEMORY = 0.2
 """The weight of the last step in the mean that a worker reports, as live."""
 
 StepListener = Callable[[str, Step, float], None]
-"""Hears of a worker's plans: its name, the step, the time."""
+"""Hears of every plan that decides anything: the worker's name, the step, the time."""
 
 
 @dataclass(slots=True)
@@ -306,10 +306,11 @@ class VirtualWorker:
             if self._receiver is not None:
                 for sequence in step.reserved:
                     self._receiver.reserved(sequence)
-            if step.chunks or not (step.preempted or step.reserved):
+            nothing = not (step.chunks or step.preempted or step.reserved)
+            if self._listener is not None and not nothing:
+                self._listener(self.description.worker_id, step, now)
+            if step.chunks or nothing:
                 break
-        if self._listener is not None and step.chunks:
-            self._listener(self.description.worker_id, step, now)
         self._account()
         if not step.chunks:
             self._idle(now)
