@@ -7,6 +7,8 @@ A token's number tells who first had it, and its position:
     request 7   | shared by all | as the session's request before it | its own              | output
     numbers     | position      | those of that request              | base of 7 + position | one more for each
 
+A replayed prompt begins with blocks that have ids; their numbers are below 0, so they meet none of the others.
+
 So the last token of a block names all tokens up to there, and nothing has to be hashed. Tokens within a block of a
 prompt that nobody will ever look at are all 0.
 """
@@ -70,6 +72,10 @@ class Prompts:
                     break
         elif shared:
             begin.append(_Stretch(0, shared))
+        elif arrival.blocks:
+            # An id stands for its block and all that is before it, as in the traces that have them.
+            ends = (min(number * arrival.block_tokens, length - 1) for number in range(1, len(arrival.blocks) + 1))
+            begin += [_Stretch(-(block + 1) * STRIDE, end) for block, end in zip(arrival.blocks, ends, strict=True)]
         return (*begin, _Stretch(base, length))
 
 

@@ -622,3 +622,4 @@ class _PlainProgress:
         fresh = seen.done - seen.kept
         left = f", about {duration((now - self._began) / fresh * (seen.expected - seen.done))} left" if fresh else ""
         self._out.print(f"{seen.done} of about {seen.expected} runs{left}: {seen.doing}", style="dim", markup=False)
+        self._out.file.flush()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.capacity.prompts import Prompts, block_names
 from baton.capacity.trace import Trace, TraceError
 
 MOONCAKE = [
@@ -47,6 +48,14 @@ def test_equal_block_ids_are_equal_pieces_of_a_prompt(mooncake: Path) -> None:
     assert first[0] == second[0] == third[0]
     assert first[1] != second[1]
     assert [piece.num_tokens for piece in first] == [512, 512, 76]
+
+
+def test_replayed_requests_share_kv_as_far_as_their_ids_are_the_same(mooncake: Path) -> None:
+    prompts = Prompts(block_size=16)
+    first, second, third = (block_names(prompts.token_ids(arrival), 16) for arrival in Trace.open(mooncake).arrivals())
+    common = [sum(a == b for a, b in zip(first, other, strict=False)) for other in (second, third)]
+    assert common == [512 // 16, 512 // 16 - 1]  # of the last block of a prompt, the last token is its own
+    assert len({*first, *second, *third}) == len(first) + len(second) + len(third) - 32 - 31
 
 
 def test_scaled_prompts_keep_what_they_share(mooncake: Path) -> None:
