@@ -3,9 +3,9 @@
 Owns: points (a configuration, a traffic, an objective) and their order, the search for the highest rate, and what is
 not run again. Refuses to know: how one point is measured (a `Backend` does) and what is shown.
 
-    lattice of rates    2^(k/16) requests a second, for all configurations: what is compared was sent the same arrivals
+    lattice of rates    2^(k/8) requests a second, for all configurations: what is compared was sent the same arrivals
     search of one row   light load -> from the analytic rate up or down until the objective is met and missed
-                        -> halve the gap until the two are neighbours
+                        -> halve the gap until the two are neighbours; capacity lies in between, by interpolation
     last                every row at the rate that the best one just holds
 
 Rows are searched side by side where the backend can measure several points at a time.
@@ -33,10 +33,10 @@ from baton.capacity.study import Capacity, Level, Objective, Prediction, Row, Wo
 from baton.capacity.summary import Summary
 from baton.capacity.traffic import Traffic
 
-STEPS_PER_OCTAVE = 16
+STEPS_PER_OCTAVE = 8
 _LIGHT_OCTAVES = 2
 _MOST_OCTAVES = 8
-_GUESSED_POINTS = 10
+_GUESSED_POINTS = 8
 _CURVE = (0.8, 0.5)
 _LENGTHS_OF = 2000
 
@@ -256,7 +256,7 @@ class Search:
         # For the curves: not far below capacity, and half of it.
         for fraction in _CURVE:
             wanted = met + round(math.log2(fraction) * STEPS_PER_OCTAVE)
-            if not any(abs(math.log2(level.rate) * STEPS_PER_OCTAVE - wanted) < 3 for level in self.levels()):
+            if not any(abs(math.log2(level.rate) * STEPS_PER_OCTAVE - wanted) < 2 for level in self.levels()):
                 await self.level(rate_of(wanted))
 
     async def _meets(self, step: int) -> bool:

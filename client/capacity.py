@@ -182,7 +182,7 @@ def _add_traffic(parser: argparse.ArgumentParser, rate_is_needed: bool) -> None:
         metavar="R",
         help="requests a second" if rate_is_needed else "the rate of the table (default: the best capacity)",
     )
-    parser.add_argument("--num-requests", type=_whole, metavar="N", help="of one run (default 400; live 60)")
+    parser.add_argument("--num-requests", type=_whole, metavar="N", help="of one run (default 300; live 60)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=_whole, default=2, metavar="N", help="seeds, from --seed on (default 2)")
     parser.add_argument("--scale-lengths", type=_positive, default=1.0, metavar="F", help="multiply all lengths by F")
@@ -351,7 +351,7 @@ def _shape(text: str | None, cluster: ClusterConfig) -> Shape:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    given = _given(options, 400)
+    given = _given(options, 300)
     shape = _shape(options.ratio, given.config)
     setup = setup_of(given.config, given.model, shape)
     out = _console()
@@ -364,7 +364,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
 def _sweep(options: argparse.Namespace) -> int:
     is_live = options.backend == "live"
-    given = _given(options, 60 if is_live else 400)
+    given = _given(options, 60 if is_live else 300)
     shapes = parse_ratios(options.ratios, options.total)
     knobs = knobs_of(options.chunk_budgets, options.policies, options.bindings)
     compared = configurations(given.config, given.model, shapes, knobs)
@@ -407,7 +407,7 @@ def _predicted(
 
 
 def _plan(options: argparse.Namespace) -> int:
-    given = _given(options, 400)
+    given = _given(options, 300)
     if len(given.traffics) > 1:
         raise CommandError("--workload: plan takes one workload at a time")
     if options.write is not None and options.config is None:
@@ -519,8 +519,8 @@ def _provenance(
 def _notes(given: _Given) -> Iterator[str]:
     if given.cost.origin.source.value == "estimate":
         yield (
-            "The cost model is an estimate from data sheets. Trust the order of configurations before the figures, and "
-            "calibrate on the machines that will serve"
+            "The cost model is an estimate. Trust the order of configurations before the figures, and calibrate on the "
+            "machines that will serve"
         )
 
 
