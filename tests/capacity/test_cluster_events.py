@@ -139,7 +139,7 @@ befallings: st.SearchStrategy[ClusterEvent] = st.one_of(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(befallings, max_size=4), st.booleans())
 def test_whatever_befalls_every_request_ends_once_and_nothing_stays_held(
     events: list[ClusterEvent], late: bool

@@ -25,9 +25,9 @@ every_shape = pytest.mark.parametrize("setup", SHAPES.values(), ids=SHAPES)
 
 @every_shape
 def test_every_request_ends_once_with_all_its_tokens_and_stages_that_add_up(setup) -> None:
-    arrivals = workload.requests("chat", 200, rate=8.0, seed=3, scale_lengths=0.2)
+    arrivals = workload.requests("chat", 120, rate=8.0, seed=3, scale_lengths=0.2)
     outcomes, result = run(setup, arrivals)
-    assert [outcome.number for outcome in outcomes] == list(range(200))
+    assert [outcome.number for outcome in outcomes] == list(range(120))
     for outcome, arrival in zip(outcomes, arrivals, strict=True):
         assert outcome.end is End.FINISHED
         assert outcome.output_tokens == arrival.output_tokens
@@ -42,7 +42,7 @@ def test_every_request_ends_once_with_all_its_tokens_and_stages_that_add_up(setu
 
 @every_shape
 def test_the_same_seed_tells_the_same_story(setup) -> None:
-    arrivals = workload.requests("code", 150, rate=20.0, seed=5, scale_lengths=0.3)
+    arrivals = workload.requests("code", 100, rate=20.0, seed=5, scale_lengths=0.3)
     first, second = run(setup, arrivals), run(setup, arrivals)
     # NaN, where no token came, is not equal to itself.
     assert repr(first[0]) == repr(second[0])
