@@ -124,7 +124,8 @@ async def plan(wish: Wish, laboratory: Laboratory, cost: CostModel) -> tuple[Pla
         sentence=_sentence(wish, split, colocated),
     )
     some = setup_of(wish.config, wish.model, chosen or Shape(1, 1))
-    rows = tuple(search.row() for search in trials.searches.values())
+    shapes = sorted(trials.searches, key=lambda shape: (shape.colocated > 0, shape.total, shape.prefill))
+    rows = tuple(trials.search(shape).row() for shape in shapes)
     return found, workload_of(wish.traffic, some, wish.traffic.rate), rows
 
 
@@ -204,7 +205,8 @@ def _sentence(wish: Wish, pair: Choice | None, alone: Choice | None) -> str:
             if pair is not None
             else f"disaggregated ones do not, up to {wish.max_workers}"
         )
-        return f"For {where}, {_counted(alone.shape)} are enough{_room(alone, wish)}; {other}. Co-location wins."
+        enough = "is" if alone.shape.total == 1 else "are"
+        return f"For {where}, {_counted(alone.shape)} {enough} enough{_room(alone, wish)}; {other}. Co-location wins."
     said = f"For {where}, {pair.shape.total} workers are needed either way: {pair.shape.label} or co-located"
     a, b = pair.capacity, alone.capacity
     if a.low <= b.high and b.low <= a.high:
@@ -215,8 +217,8 @@ def _sentence(wish: Wish, pair: Choice | None, alone: Choice | None) -> str:
 
 def _counted(shape: Shape) -> str:
     if shape.colocated:
-        return f"{shape.colocated} co-located workers"
-    return f"{shape.prefill} prefill and {shape.decode} decode workers"
+        return f"{shape.colocated} co-located {'worker' if shape.colocated == 1 else 'workers'}"
+    return f"{shape.prefill} prefill and {shape.decode} decode {'worker' if shape.decode == 1 else 'workers'}"
 
 
 def _room(choice: Choice, wish: Wish) -> str:

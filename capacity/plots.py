@@ -89,7 +89,7 @@ def pictures(study: Study) -> list[Picture]:
             found.append(_frontier(rows, workload.name))
             found.append(_breakdown(rows, workload.name, workload.reference_rate, study.objective.slo))
             found.append(_margins(rows, workload.name, workload.reference_rate, study))
-        if any(row.capacity.rate > 0 and not row.configuration.is_baseline for row in study.rows):
+        if len([row for row in study.rows if _is_point(row)]) > 1:
             found.insert(0, _capacities(study))
         if study.plan is not None and study.plan.drifts:
             found.append(_drift(study))
@@ -161,7 +161,7 @@ def _capacities(study: Study) -> Picture:
     figure, axes = _figure(7.6, 4.6)
     groups: dict[tuple[str, int, str], list[Row]] = {}
     for row in study.rows:
-        if not row.configuration.is_baseline:
+        if _is_point(row):
             groups.setdefault((row.workload, row.shape.total, row.configuration.knobs.label), []).append(row)
     several = len({workload for workload, _, _ in groups}) > 1
     for index, ((workload, total, knobs), rows) in enumerate(sorted(groups.items())):
@@ -194,7 +194,7 @@ def _capacities(study: Study) -> Picture:
                 ha="left" if analytic < 0.7 else "right",
             )
         baseline = _baseline_of(study, ordered[0])
-        if baseline is not None:
+        if baseline is not None and baseline.capacity.is_known:
             axes.axhline(
                 baseline.capacity.rate / total,
                 color=look["color"] if several or len(groups) > 1 else _BASELINE,
@@ -372,6 +372,10 @@ def _look(index: int, row: Row | None = None) -> dict[str, Any]:
         "linestyle": _LINES[index // len(_COLOURS) % len(_LINES)],
         "linewidth": 1.6,
     }
+
+
+def _is_point(row: Row) -> bool:
+    return row.capacity.is_known and not row.configuration.is_baseline
 
 
 def _baseline_of(study: Study, row: Row) -> Row | None:

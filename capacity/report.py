@@ -63,10 +63,9 @@ def html(study: Study, pictures: Sequence[plots.Picture]) -> str:
         f'<p class="dim">{escape(_what(study))}</p>',
         *(f'<p class="lead">{escape(sentence)}</p>' for sentence in findings(study)),
         *(f"<p><strong>Note.</strong> {escape(note)}.</p>" for note in study.provenance.notes),
+        _plan(study.plan) if study.plan is not None else "",
         *(_table(study, workload) for workload in study.workloads),
     ]
-    if study.plan is not None:
-        parts.append(_plan(study.plan))
     parts += [
         f"<h2>{escape(picture.title)}</h2><figure>{picture.svg()}"
         f"<figcaption>{escape(picture.caption)}</figcaption></figure>"
@@ -105,6 +104,8 @@ def _verdict(pair: Row, alone: Row) -> str:
         f"The best ratio is {pair.label}: it holds {_rate(here, divide[0])} {unit}; "
         f"{alone.label} workers hold {_rate(there, divide[1])}."
     )
+    if not here.is_bounded and not there.is_bounded:
+        return f"{said} Both still meet the objective at the highest rate tried: try higher ones to tell them apart."
     a, b = here.rate / divide[0], there.rate / divide[1]
     overlap = here.low / divide[0] <= there.high / divide[1] and there.low / divide[1] <= here.high / divide[0]
     if overlap:
