@@ -5,6 +5,7 @@ is linear between them), arrival processes and which requests share a prefix. Ev
 Refuses to know: tokens, tokenizers, clocks and servers. It says when a request of which size should come.
 
     requests("chat", num_requests=200, rate=2.0, seed=1) -> [Arrival(time_s, prompt_tokens, output_tokens, ...), ...]
+    arrivals("chat", rate=2.0, seed=1)                   -> the same without an end, one by one
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import math
 import random
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from statistics import NormalDist
 
 
@@ -24,11 +25,20 @@ class UnknownWorkload(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of a prompt. Stretches of one name begin with the same tokens, in whichever request they stand."""
+
+    name: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Arrival:
     """One request. `session` names the conversation or document that it belongs to.
 
     Its first `prefix_tokens` tokens are those of the session's request before it; the first `shared_tokens` are those
-    of every request of the workload. Both are 0 where nothing is shared.
+    of every request of the workload. Both are 0 where nothing is shared. A replayed request may instead tell the ids of
+    its first blocks, each of `block_tokens` tokens: equal ids are equal tokens.
     """
 
     time_s: float
@@ -37,6 +47,22 @@ class Arrival:
     session: int
     prefix_tokens: int = 0
     shared_tokens: int = 0
+    blocks: tuple[int, ...] = ()
+    block_tokens: int = 0
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        """What the prompt is made of, from its beginning to its end. This is all that decides what requests share."""
+        left = self.prompt_tokens
+        for block in self.blocks:
+            if taken := min(self.block_tokens, left):
+                yield Piece(f"block/{block}", taken)
+                left -= taken
+        if shared := min(self.shared_tokens, left):
+            yield Piece("shared", shared)
+            left -= shared
+        if left:
+            yield Piece(f"session/{self.session}", left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +100,36 @@ class Quantiles:
 
 
 @dataclass(frozen=True, slots=True)
+class Silences:
+    """Traffic that is on and off: a `share` of the gaps are long.
+
+    `length_s` is at `rate` requests a second, that of the trace; at another rate all time passes faster or slower,
+    silences included.
+    """
+
+    share: float
+    length_s: Quantiles
+    rate: float
+
+    def in_gaps(self) -> float:
+        """Their mean length, in mean gaps."""
+        return self.length_s.mean() * self.rate
+
+
+@dataclass(frozen=True, slots=True)
 class Mix:
     """One kind of traffic.
 
     `gap_cv`: standard deviation of the time between arrivals over its mean; 1 is Poisson, above is bursty (Gamma).
-    `rank_correlation`: Spearman's, of prompt and output length. `follow_ups`: the share of requests that continue an
-    earlier one, after a time with the quantiles `reuse_gap_s`. `shared_tokens`: a prefix that all requests have.
+    `silences`: times without any arrival, on top of that. `rank_correlation`: Spearman's, of prompt and output length.
+    `follow_ups`: the share of requests that continue an earlier one, after a time with the quantiles `reuse_gap_s`.
+    `shared_tokens`: a prefix that all requests have.
     """
 
     prompt: Quantiles
     output: Quantiles
     gap_cv: float = 1.0
+    silences: Silences | None = None
     rank_correlation: float = 0.0
     follow_ups: float = 0.0
     reuse_gap_s: Quantiles | None = None
@@ -104,7 +149,9 @@ MIXES = {
     "code": Mix(
         prompt=Quantiles(_POINTS, (17, 75, 147, 578, 1469, 2744, 5188, 7303, 7436)),
         output=Quantiles(_POINTS, (6, 6, 7, 9, 13, 24, 55, 90, 251)),
-        gap_cv=13.0,
+        # Inside windows of a minute the gaps vary by 4.3; with the silences, by 13 over the whole.
+        gap_cv=4.6,
+        silences=Silences(share=0.0015, length_s=Quantiles((0.0, 1.0), (15, 217)), rate=2.57),
     ),
     "long-chat": Mix(
         prompt=Quantiles(_POINTS, (894, 901, 964, 2306, 6909, 15367, 27367, 39550, 85400)),
@@ -131,7 +178,9 @@ MIXES = {
 }
 
 # The ratio of prompt to output moves from 5 over 73 to 35, which no fixed ratio of workers suits.
-_SHIFT = ("chat", "code", "long-chat")
+SHIFT = ("chat", "code", "long-chat")
+PHASE_S = 180.0
+_PHASE_REQUESTS = 100
 NAMES = (*MIXES, "shift")
 
 _MAX_SESSIONS = 2048
@@ -142,27 +191,27 @@ _SIZED = re.compile(r"(fixed|random):(\d+)/(\d+)")
 def requests(
     name: str, num_requests: int, rate: float = math.inf, seed: int = 0, scale_lengths: float = 1.0
 ) -> list[Arrival]:
-    """`num_requests` arrivals in order of time, at `rate` a second on average; infinite: all at once.
+    """The first `num_requests` of `arrivals`. `scale_lengths` is for prompts and outputs."""
+    if num_requests < 0:
+        raise ValueError("num_requests must not be negative")
+    return list(islice(arrivals(name, rate, seed, scale_lengths, scale_lengths), num_requests))
+
+
+def arrivals(
+    name: str, rate: float = math.inf, seed: int = 0, scale_prompts: float = 1.0, scale_outputs: float = 1.0
+) -> Iterator[Arrival]:
+    """Arrivals without an end in order of time, at `rate` a second on average; infinite: all at once.
 
     `name` is one of NAMES, or `fixed:IN/OUT` for exact lengths, or `random:IN/OUT` for lengths spread evenly from half
-    to one and a half times that. `shift` is a third of each of its three mixes, one after the other. `scale_lengths`
-    multiplies every length, and keeps each at 1 or above.
+    to one and a half times that. `shift` is PHASE_S seconds of each of its three mixes in turn, over and over (at an
+    infinite rate, a hundred requests of each). The scales multiply lengths, and keep each at 1 or above.
     """
-    if num_requests < 0 or not rate > 0 or not 0 < scale_lengths < math.inf:
-        raise ValueError("num_requests must not be negative; rate and scale_lengths must be above 0")
-    if name != "shift":
-        return _generate(mix(name), num_requests, rate, random.Random(f"{seed}/{name}"), scale_lengths)
-    arrivals: list[Arrival] = []
-    for position, phase in enumerate(_SHIFT):
-        until = num_requests * (position + 1) // len(_SHIFT)
-        start_s = arrivals[-1].time_s if arrivals else 0.0
-        sessions = max((arrival.session for arrival in arrivals), default=-1) + 1
-        generator = random.Random(f"{seed}/{name}/{phase}")
-        arrivals += (
-            replace(arrival, time_s=arrival.time_s + start_s, session=arrival.session + sessions)
-            for arrival in _generate(MIXES[phase], until - len(arrivals), rate, generator, scale_lengths)
-        )
-    return arrivals
+    if not rate > 0 or not 0 < scale_prompts < math.inf or not 0 < scale_outputs < math.inf:
+        raise ValueError("rate and scales of lengths must be above 0")
+    scale = _Scale(scale_prompts, scale_outputs)
+    if name == "shift":
+        return _shift(rate, seed, scale)
+    return _generate(mix(name), rate, random.Random(f"{seed}/{name}"), scale)
 
 
 def mix(name: str) -> Mix:
@@ -178,19 +227,39 @@ def mix(name: str) -> Mix:
     return Mix(Quantiles((0.0, 1.0), (prompt / 2, prompt * 1.5)), Quantiles((0.0, 1.0), (output / 2, output * 1.5)))
 
 
-def _generate(
-    mix: Mix, num_requests: int, rate: float, generator: random.Random, scale_lengths: float
-) -> list[Arrival]:
-    next_gap = _gaps(mix.gap_cv, rate, generator)
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    prompts: float
+    outputs: float
+
+
+def _shift(rate: float, seed: int, scale: _Scale) -> Iterator[Arrival]:
+    phase_s, phase_requests = (math.inf, _PHASE_REQUESTS) if math.isinf(rate) else (PHASE_S, None)
+    start_s, sessions, phase = 0.0, 0, 0
+    while True:
+        name = SHIFT[phase % len(SHIFT)]
+        generator = random.Random(f"{seed}/shift/{phase}")
+        last = -1
+        for arrival in islice(_generate(MIXES[name], rate, generator, scale), phase_requests):
+            if arrival.time_s >= phase_s:
+                break
+            last = max(last, arrival.session)
+            yield replace(arrival, time_s=arrival.time_s + start_s, session=arrival.session + sessions)
+        sessions += last + 1
+        start_s += phase_s if math.isfinite(phase_s) else 0.0
+        phase += 1
+
+
+def _generate(mix: Mix, rate: float, generator: random.Random, scale: _Scale) -> Iterator[Arrival]:
+    next_gap = _gaps(mix, rate, generator)
     sessions = _Sessions()
-    arrivals = []
     time_s = 0.0
-    for _ in range(num_requests):
+    while True:
         time_s += next_gap()
         prompt_fraction, output_fraction = _fractions(mix.rank_correlation, generator)
-        prompt = max(round(mix.prompt.at(prompt_fraction) * scale_lengths), 1)
-        output = max(round(mix.output.at(output_fraction) * scale_lengths), 1)
-        shared = min(round(mix.shared_tokens * scale_lengths), prompt)
+        prompt = max(round(mix.prompt.at(prompt_fraction) * scale.prompts), 1)
+        output = max(round(mix.output.at(output_fraction) * scale.outputs), 1)
+        shared = min(round(mix.shared_tokens * scale.prompts), prompt)
         previous = None
         if mix.reuse_gap_s is not None and generator.random() < mix.follow_ups:
             previous = sessions.continued(time_s, mix.reuse_gap_s.at(generator.random()), prompt)
@@ -199,16 +268,25 @@ def _generate(
         arrival = Arrival(time_s, prompt, output, session, prefix, shared)
         if mix.reuse_gap_s is not None:
             sessions.add(arrival)
-        arrivals.append(arrival)
-    return arrivals
+        yield arrival
 
 
-def _gaps(cv: float, rate: float, generator: random.Random) -> Callable[[], float]:
-    """Times between arrivals, of mean 1 / rate: Gamma with the shape that gives this coefficient of variation."""
+def _gaps(mix: Mix, rate: float, generator: random.Random) -> Callable[[], float]:
+    """Times between arrivals, of mean 1 / rate: Gamma with the shape that gives the coefficient of variation wanted,
+    and silences at random, for which the other gaps are shorter."""
     if math.isinf(rate):
         return lambda: 0.0
-    shape = cv**-2
-    return lambda: generator.gammavariate(shape, 1 / (rate * shape))
+    shape, silences = mix.gap_cv**-2, mix.silences
+    if silences is None:
+        return lambda: generator.gammavariate(shape, 1 / (rate * shape))
+    on_rate = rate * (1 - silences.share) / (1 - silences.share * silences.in_gaps())
+
+    def gap() -> float:
+        if generator.random() < silences.share:
+            return silences.length_s.at(generator.random()) * silences.rate / rate
+        return generator.gammavariate(shape, 1 / (on_rate * shape))
+
+    return gap
 
 
 def _fractions(rank_correlation: float, generator: random.Random) -> Sequence[float]:

@@ -29,8 +29,17 @@ from typing import Any, Protocol
 from baton.client.errors import BatonError
 
 
+class Piece(Protocol):
+    """A stretch of a prompt. Stretches of one name begin with the same tokens, as far as the shorter goes."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_tokens(self) -> int: ...
+
+
 class Planned(Protocol):
-    """When to send a request of which size. Requests of one session begin alike, as far as the shorter goes."""
+    """When to send a request of which size, and what its prompt is made of."""
 
     @property
     def time_s(self) -> float: ...
@@ -39,9 +48,7 @@ class Planned(Protocol):
     @property
     def output_tokens(self) -> int: ...
     @property
-    def session(self) -> int: ...
-    @property
-    def shared_tokens(self) -> int: ...
+    def pieces(self) -> Iterable[Piece]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +91,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What was measured of one request, in seconds since the start. `error` is a status name; empty: all went well."""
+    """What was measured of one request, in seconds since the start. `error` is a status name; empty: all went well.
+
+    `number`: its position in the plan.
+    """
 
     planned_s: float
     sent_s: float
@@ -95,6 +105,7 @@ class Sample:
     error: str = ""
     message: str = ""
     is_other_length: bool = False
+    number: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -181,9 +192,9 @@ def jobs(plan: Sequence[Planned], model: ServedModel, seed: int) -> list[Job]:
 def _job(planned: Planned, model: ServedModel, seed: int) -> Job:
     output_tokens = min(planned.output_tokens, max(model.max_model_len // 2, 1))
     prompt_tokens = min(planned.prompt_tokens, model.max_model_len - output_tokens)
-    shared_tokens = min(planned.shared_tokens, prompt_tokens)
-    prompt = _words(f"{seed}/shared", shared_tokens, model.token_ids)
-    prompt += _words(f"{seed}/session/{planned.session}", prompt_tokens - shared_tokens, model.token_ids)
+    prompt: list[int] = []
+    for piece in planned.pieces:
+        prompt += _words(f"{seed}/{piece.name}", min(piece.num_tokens, prompt_tokens - len(prompt)), model.token_ids)
     is_clipped = (prompt_tokens, output_tokens) != (planned.prompt_tokens, planned.output_tokens)
     return Job(planned.time_s, prompt, output_tokens, is_clipped)
 
@@ -211,7 +222,7 @@ async def run(
 
     async def send(number: int, job: Job) -> None:
         try:
-            sample = await _measure(server, job, seed + number, started)
+            sample = await _measure(server, job, number, seed, started)
         finally:
             slots.release()
         samples.append(sample)
@@ -228,13 +239,13 @@ async def run(
     return samples
 
 
-async def _measure(server: Server, job: Job, seed: int, started: float) -> Sample:
+async def _measure(server: Server, job: Job, number: int, seed: int, started: float) -> Sample:
     times: list[float] = []
     num_tokens = 0
     error: BatonError | None = None
     sent_s = time.monotonic() - started
     try:
-        async for message in server.stream(job.prompt, job.output_tokens, seed):
+        async for message in server.stream(job.prompt, job.output_tokens, seed + number):
             num_tokens = message.num_tokens
             if message.has_tokens:
                 times.append(time.monotonic() - started)
@@ -252,6 +263,7 @@ async def _measure(server: Server, job: Job, seed: int, started: float) -> Sampl
         error=error.code if error is not None else "",
         message=error.message if error is not None else "",
         is_other_length=num_tokens != job.output_tokens,
+        number=number,
     )
 
 

@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import baton
 from baton.capacity import workload
+from baton.capacity.trace import Trace, TraceError
 from baton.client import bench, chat, console
 from baton.client.client import DEFAULT_TARGET, Client
 from baton.client.errors import BatonError, InvalidRequest, Overloaded
@@ -41,9 +43,15 @@ _BENCH_TIMEOUT_S = 600.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    options = build_parser().parse_args(arguments)
-    command: Callable[[argparse.Namespace], int] = options.command
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        if words[:1] == ["capacity"]:
+            # It has a parser of its own, and imports what takes time and only it needs.
+            from baton.client import capacity
+
+            return capacity.main(words[1:])
+        options = build_parser().parse_args(words)
+        command: Callable[[argparse.Namespace], int] = options.command
         return command(options)
     except BatonError as error:
         _complain(error)
@@ -73,6 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_status(commands)
     _add_role(commands)
     _add_bench(commands)
+    commands.add_parser("capacity", help="how many prefill and how many decode workers a traffic needs")
     return parser
 
 
@@ -150,7 +159,12 @@ def _add_bench(commands: Any) -> None:
     parser.add_argument("--url", help="an OpenAI-style server to measure instead, http://host:port")
     names = ", ".join(workload.NAMES)
     parser.add_argument("--workload", default="chat", metavar="NAME", help=f"{names}, random:IN/OUT or fixed:IN/OUT")
-    parser.add_argument("--rate", type=_rate, default=math.inf, metavar="R", help="requests a second (default inf)")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="replay a Mooncake .jsonl or Azure .csv file instead"
+    )
+    parser.add_argument(
+        "--rate", type=_rate, metavar="R", help="requests a second (default: a trace's own, else all at once)"
+    )
     parser.add_argument("--num-requests", type=_positive_count, default=100, metavar="N")
     parser.add_argument("--concurrency", type=_positive_count, metavar="N", help="at most N requests at a time")
     parser.add_argument("--seed", type=int, default=0)
@@ -362,13 +376,24 @@ def _bench(options: argparse.Namespace) -> int:
     if options.json is not None:
         options.json.open("a").close()  # a place that cannot be written to is better known before the measurement
     try:
-        plan = workload.requests(
-            options.workload, options.num_requests, options.rate, options.seed, options.scale_lengths
-        )
-        return asyncio.run(_measure(options, plan))
-    except (workload.UnknownWorkload, BadAddress) as error:
+        return asyncio.run(_measure(options, _planned(options)))
+    except (workload.UnknownWorkload, TraceError, BadAddress) as error:
         print(f"baton: {error}", file=sys.stderr)
         return 2
+
+
+def _planned(options: argparse.Namespace) -> Sequence[workload.Arrival]:
+    """The requests to send; `options` then say what was chosen."""
+    if options.trace is None:
+        options.rate = math.inf if options.rate is None else options.rate
+        return workload.requests(
+            options.workload, options.num_requests, options.rate, options.seed, options.scale_lengths
+        )
+    trace = Trace.open(options.trace)
+    options.workload, options.rate = str(options.trace), options.rate or trace.rate
+    options.num_requests = min(options.num_requests, trace.num_requests)
+    replayed = trace.arrivals(options.rate, options.scale_lengths, options.scale_lengths)
+    return list(islice(replayed, options.num_requests))
 
 
 async def _measure(options: argparse.Namespace, plan: Sequence[workload.Arrival]) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from baton.client.bench import Message, ServedModel
-from baton.client.client import AsyncClient
+from baton.client.client import AsyncClient, AsyncGeneration
 from baton.client.errors import BatonError, ConnectionLost, ConnectionRefused, DeadlineExceeded, NotFound
 from baton.client.resume import Patience
 
@@ -50,14 +50,16 @@ class GrpcServer:
         return ServedModel(model.name, model.max_model_len, ordinary_token_ids(model.vocab_size))
 
     async def stream(self, prompt: Sequence[int], output_tokens: int, seed: int) -> AsyncIterator[Message]:
-        generation = self._clients[next(self._numbers) % _CONNECTIONS].generate(
-            token_ids=prompt, max_tokens=output_tokens, min_tokens=output_tokens, ignore_eos=True, seed=seed
-        )
-        async with generation:
+        async with self.generation(prompt, output_tokens, seed) as generation:
             num_tokens = 0
             async for output in generation:
                 num_tokens += len(output.token_ids)
                 yield Message(num_tokens, has_tokens=bool(output.token_ids))
+
+    def generation(self, prompt: Sequence[int], output_tokens: int, seed: int) -> AsyncGeneration:
+        return self._clients[next(self._numbers) % _CONNECTIONS].generate(
+            token_ids=prompt, max_tokens=output_tokens, min_tokens=output_tokens, ignore_eos=True, seed=seed
+        )
 
     async def close(self) -> None:
         for client in self._clients:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.decode_worker.incoming import Incoming, ProtocolError, WantedPull
 from baton.decode_worker.peer import PeerLink
 from baton.engine.clock import Clock
 from baton.engine.duty import TransferCounters
@@ -25,6 +24,8 @@ from baton.engine.leg import HandoffTimes
 from baton.engine.metrics import WorkerMetrics
 from baton.engine.vital import Failed, vital
 from baton.kvtransfer.connector import Connector, Pull, PullEvent, PullState
+from baton.kvtransfer.incoming import Incoming, ProtocolError, WantedPull
+from baton.kvtransfer.layout import coalesce
 from baton.proto import worker_pb2 as wire
 from baton.proto.messages import ChunkNotice, HandoffSource, KvGeometry, Leg
 from baton.proto.settings import TransferSettings
@@ -69,6 +70,8 @@ class _Handoff:
     transferred: int = 0
     pulls: int = 0
     bytes: int = 0
+    reading_s: float = 0.0
+    runs: int = 0
     dropped: bool = False
 
 
@@ -332,6 +335,8 @@ class Receiver:
                 self._counts.bytes += event.num_bytes
                 handoff.pulls += 1
                 handoff.bytes += event.num_bytes
+                handoff.reading_s += event.seconds
+                handoff.runs += len(coalesce(wanted.source_blocks, wanted.destination_blocks))
                 self._metrics.pulled(event.num_bytes, len(wanted.destination_blocks), event.seconds)
                 question = incoming.finished()
                 if question is not None and not handoff.dropped:
@@ -369,6 +374,8 @@ class Receiver:
             pulling_s=now - begun_s,
             num_pulls=handoff.pulls,
             num_bytes=handoff.bytes,
+            reading_s=handoff.reading_s,
+            num_runs=handoff.runs,
         )
         del self._handoffs[incoming.sequence_id]
         del self._by_source[incoming.source.sequence_id]

@@ -16,6 +16,7 @@ class HandoffTimes:
     seconds from the final notice to the last pull's start, and from there to validated KV.
 
     `pulling_s`: from the start of the first pull to validated KV, which begins earlier when chunks were pulled early.
+    `reading_s` sums the connector's times of the pulls, `num_runs` the stretches of adjacent blocks that they read.
     """
 
     wait_s: float = 0.0
@@ -23,6 +24,8 @@ class HandoffTimes:
     pulling_s: float = 0.0
     num_pulls: int = 0
     num_bytes: int = 0
+    reading_s: float = 0.0
+    num_runs: int = 0
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from baton.engine.clock import Clock
+from baton.engine.step_log import StepLog
 from baton.scheduler.plan import Emitted, Progressed, Step, StepResult
 from baton.scheduler.scheduler import Scheduler
 from baton.scheduler.sequence import Sequence
@@ -58,6 +59,7 @@ class _Flight(NamedTuple):
     step: Step
     launched: Launched
     begun_s: float
+    planned_s: float
 
 
 class StepListener(Protocol):
@@ -82,7 +84,7 @@ class StepLoop:
     """Runs a scheduler and a runner against each other until stopped.
 
     `failed` is called, on the loop's thread, with the exception that ended it: a bug or a broken device, after which
-    the worker must not go on.
+    the worker must not go on. Each step is noted in `step_log`, if there is one, which the thread closes at its end.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class StepLoop:
         clock: Clock,
         failed: Callable[[BaseException], None],
         idle_s: float = 0.1,
+        step_log: StepLog | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -102,6 +105,7 @@ class StepLoop:
         self._idle_s = idle_s
         self._depth = 2 if scheduler.config.plans_ahead else 1
         self._flights: deque[_Flight] = deque()
+        self.log = step_log
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
@@ -133,6 +137,9 @@ class StepLoop:
                 worked = self._turn(self.last_turn_s)
         except BaseException as error:  # noqa: BLE001 - reported, then the thread ends
             self._failed(error)
+        finally:
+            if self.log is not None:
+                self.log.close()
 
     def _drain_inbox(self, wait_s: float) -> None:
         try:
@@ -154,21 +161,27 @@ class StepLoop:
         for sequence in step.reserved:
             self._listener.reserved(sequence)
         if step.chunks:
-            self._flights.append(_Flight(step, self._runner.launch(step), now))
+            planned_s = self._clock()
+            self._flights.append(_Flight(step, self._runner.launch(step), now, planned_s))
             if len(self._flights) < self._depth:
                 return True
         elif not self._flights:
             self._listener.idle(now)
+            if self.log is not None:
+                self.log.idle()
             return bool(step.preempted or step.reserved)
         self._read()
         return True
 
     def _read(self) -> None:
         """Takes in the oldest step in flight. Its time begins with its launch, or with the end of the one before."""
-        step, launched, begun_s = self._flights.popleft()
+        step, launched, began_s, planned_s = self._flights.popleft()
+        begun_s = max(began_s, self._last_end_s)
         result = launched.read()
         end = self._clock()
-        self.last_step_s = end - max(begun_s, self._last_end_s)
+        self.last_step_s = end - begun_s
         self._last_end_s = end
         self.step_s += 0.2 * (self.last_step_s - self.step_s)
         self._listener.committed(step, result, self._scheduler.commit(step, result, end), end)
+        if self.log is not None:
+            self.log.stepped(step, begun_s, max(planned_s, begun_s), end, self._clock())

@@ -26,6 +26,7 @@ from baton.engine.duty import Duty, TransferCounters
 from baton.engine.leg import HandoffTimes, LegRecord
 from baton.engine.loop import StepLoop, StepRunner
 from baton.engine.metrics import WorkerMetrics
+from baton.engine.step_log import open_step_log
 from baton.engine.tracing import LegTracer, open_leg_tracer
 from baton.engine.vital import Failed
 from baton.proto import worker_pb2 as wire
@@ -46,6 +47,8 @@ from baton.proto.messages import (
     WorkerDescription,
 )
 from baton.proto.settings import WorkerSettings
+from baton.scheduler.account import summarize
+from baton.scheduler.load import load_report
 from baton.scheduler.plan import Emitted, Logprobs, Progressed, Step, StepResult
 from baton.scheduler.scheduler import Refusal, Scheduler, SchedulerConfig
 from baton.scheduler.sequence import Sequence, State
@@ -131,7 +134,8 @@ class WorkerCore:
                 plans_ahead=_plans_ahead(settings),
             )
         )
-        self.loop = StepLoop(self.scheduler, runner, self, clock, failed, settings.idle_report_s)
+        self._step_log = open_step_log(settings, runner.description, self.incarnation)
+        self.loop = StepLoop(self.scheduler, runner, self, clock, failed, settings.idle_report_s, self._step_log)
         self.desk = RouterDesk(self.describe, self, clock, failed)
         self._legs: dict[str, LegRecord] = {}
         self._tracer = open_leg_tracer(settings, self.incarnation, connector_name)
@@ -267,6 +271,8 @@ class WorkerCore:
         self._legs[sequence_id].handoff = times
         self.metrics.staged("handoff_wait", times.wait_s)
         self.metrics.staged("handoff_transfer", times.transfer_s)
+        if self._step_log is not None:
+            self._step_log.landed(landed_s, times)
         if sequence.finish_reason is not None:
             self._emit(Emitted(sequence, next_token, sequence.finish_reason), None, landed_s)
 
@@ -281,26 +287,15 @@ class WorkerCore:
         self._report_number += 1
         load, counters = self.scheduler.load(), self.scheduler.counters
         moved = self._moved_before + self._side.counters()
-        report = LoadReport(
-            worker_id=self.settings.worker_id,
-            incarnation=self.incarnation,
-            role=self.settings.role,
-            sequence_number=self._report_number,
-            running=load.running,
-            waiting=load.waiting,
-            receiving=load.receiving,
-            exported=load.exported,
-            queued_tokens=load.queued_tokens,
-            running_context_tokens=load.running_context_tokens,
-            total_blocks=load.total_blocks,
-            free_blocks=load.free_blocks,
-            held_blocks=load.held_blocks,
-            cached_blocks=load.cached_blocks,
-            lent_blocks=load.lent_blocks,
-            quarantined_blocks=load.quarantined_blocks,
-            step_s=self.loop.step_s,
-            draining=self.desk.takes_nothing,
-            counters=WorkerCounters(
+        report = load_report(
+            self.settings.worker_id,
+            self.incarnation,
+            self.settings.role,
+            self._report_number,
+            load,
+            self.loop.step_s,
+            self.desk.takes_nothing,
+            WorkerCounters(
                 prompt_tokens_computed=counters.prompt_tokens_computed,
                 prompt_tokens_cached=counters.prompt_tokens_cached,
                 prompt_tokens_transferred=moved.prompt_tokens_transferred,
@@ -349,6 +344,9 @@ class WorkerCore:
         self.settings = replace(self.settings, role=role)
         self.incarnation, self.duty, self._side = incarnation, duty, duty.side
         self.metrics.became(self.settings, incarnation)
+        if self._step_log is not None:
+            self._step_log.close()
+            self._step_log = self.loop.log = open_step_log(self.settings, self.runner.description, incarnation)
         former, self._tracer = self._tracer, open_leg_tracer(self.settings, incarnation, self._connector_name)
         self.desk.dismiss()
         return former
@@ -436,32 +434,8 @@ class WorkerCore:
 
     def _summary(self, sequence: Sequence, record: LegRecord, now: float) -> LegSummary:
         assert record.first_token_s is not None
-        if sequence.request.leg is Leg.DECODE:
-            assert sequence.landed_s is not None
-            # One that its landing has finished never runs.
-            first_run_s = sequence.first_run_s if sequence.first_run_s is not None else now
-            times = StageTimes(
-                handoff_wait=record.handoff.wait_s,
-                handoff_transfer=record.handoff.transfer_s,
-                decode_admission=first_run_s - sequence.landed_s,
-                decode=now - first_run_s,
-            )
-        else:
-            assert sequence.first_run_s is not None
-            times = StageTimes(
-                prefill_queue=sequence.first_run_s - sequence.added_s,
-                prefill_compute=record.first_token_s - sequence.first_run_s,
-            )
-            if sequence.request.leg is Leg.WHOLE:
-                times = replace(times, decode=now - record.first_token_s)
-        return LegSummary(
-            times=times,
-            cached_tokens=sequence.num_cached_tokens,
-            transferred_tokens=sequence.num_transferred_tokens,
-            recomputed_tokens=sequence.num_recomputed_tokens,
-            preemptions=sequence.num_preemptions,
-            connector=self._connector_name if sequence.request.leg is Leg.DECODE else "",
-        )
+        handoff = record.handoff
+        return summarize(sequence, record.first_token_s, handoff.wait_s, handoff.transfer_s, self._connector_name, now)
 
 
 class LendingDoor(worker_pb2_grpc.HandoffServicer):

@@ -1,16 +1,12 @@
 """Where KV lies in a pool, and which pieces of one pool belong to which pieces of another.
 
-Owns: the arithmetic of the pool layout (runs of blocks, heads over ranks, heads of blocks, checksums).
+Owns: the arithmetic of the pool layout (heads over ranks, heads of blocks, copies and checksums of blocks).
 Refuses to know: transports, sequences, who asks.
 
     pool tensor, contiguous: [block][layer][kv_head][K,V][token][head_dim]
     rows(pool):              [block][word]            one row is one block, one contiguous piece of memory
 
     heads of a block:        [layer][kv_head]        a piece is `unit` heads of one layer of one block
-
-    destination   3  4  5  9        coalesce         Run(source=7, destination=3, length=2)
-    source        7  8  2  3    ------------->       Run(source=2, destination=5, length=1)
-                                                     Run(source=3, destination=9, length=1)
 """
 
 from __future__ import annotations
@@ -24,19 +20,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.kvtransfer.runs import Run, coalesce
+
+__all__ = ["HeadSlice", "Run", "checksum", "coalesce", "copy_runs", "head_map", "rows"]
+
 Blocks = npt.NDArray[np.int64]
 
 _WORD_BYTES = 8
 _MODULUS = 1 << 32
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """`length` blocks that are consecutive on both sides."""
-
-    source: int
-    destination: int
-    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +39,6 @@ class HeadSlice:
     source_head: int
     destination_head: int
     num_heads: int
-
-
-def coalesce(source_blocks: Sequence[int], destination_blocks: Sequence[int]) -> list[Run]:
-    """The fewest runs that move each source block to its destination, in ascending order of destination.
-
-    Raises ValueError if the lists differ in length or a destination is named twice.
-    """
-    if len(source_blocks) != len(destination_blocks):
-        raise ValueError(f"{len(source_blocks)} source blocks for {len(destination_blocks)} destination blocks")
-    if len(set(destination_blocks)) != len(destination_blocks):
-        raise ValueError(f"a destination block is named twice among {len(destination_blocks)}")
-    runs: list[Run] = []
-    for destination, source in sorted(zip(destination_blocks, source_blocks, strict=True)):
-        last = runs[-1] if runs else None
-        if last and destination == last.destination + last.length and source == last.source + last.length:
-            runs[-1] = Run(last.source, last.destination, last.length + 1)
-        else:
-            runs.append(Run(source, destination, 1))
-    return runs
 
 
 def head_map(prefill_tp: int, decode_tp: int, num_kv_heads: int) -> list[HeadSlice]:

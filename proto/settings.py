@@ -99,6 +99,7 @@ class ObservabilitySettings:
     `trace_endpoint`: URL of an OTLP collector (http://host:4318), empty traces nothing. `trace_ratio`: the part of
     requests without a trace of their own that is traced. `worker_metrics`: whether each worker opens a Prometheus
     endpoint, on a port of its own choice. `log_prompts`: whether logs and traces may contain prompts and outputs.
+    `step_log`: a directory in which each worker notes every step, for `baton capacity calibrate`; empty notes nothing.
     """
 
     trace_endpoint: str = ""
@@ -107,6 +108,7 @@ class ObservabilitySettings:
     log_format: str = one_of("text", ("text", "json"))
     log_level: str = one_of("info", ("debug", "info", "warning", "error"))
     log_prompts: bool = False
+    step_log: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,8 +204,12 @@ def check(config: ClusterConfig) -> Path:
 
 def with_absolute_paths(config: ClusterConfig) -> ClusterConfig:
     """The same cluster with files that are found from other working directories too: the router's is another's."""
-    file = config.router.api_keys_file
-    return replace(config, router=replace(config.router, api_keys_file=str(Path(file).resolve()))) if file else config
+    keys, steps = config.router.api_keys_file, config.observability.step_log
+    if keys:
+        config = replace(config, router=replace(config.router, api_keys_file=str(Path(keys).resolve())))
+    if steps:
+        config = replace(config, observability=replace(config.observability, step_log=str(Path(steps).resolve())))
+    return config
 
 
 def sharing_cores(config: ClusterConfig) -> ClusterConfig:

@@ -18,7 +18,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from baton.proto.messages import Role
 from baton.router.config import RouterSettings
@@ -57,7 +57,7 @@ class DeadlinePassed:
 Outcome = Placement | NoWorker | DeadlinePassed
 
 
-class Stage(Enum):
+class Stage(StrEnum):
     """What a waiting request lacks: everything, or (late binding, its prompt is computed) a decode worker, or (a fork)
     credit at the worker that has the prompt's KV."""
 
@@ -104,12 +104,14 @@ class DispatchQueue:
         self._policy = policy
         self._settings = settings
         self._waiting: dict[Stage, list[Ticket]] = {stage: [] for stage in Stage}
+        self._num_waiting = 0
         self._num_tokens = 0
         self._pushed = 0
         self._left: deque[_Left] = deque()
         # Since when nobody could serve a stage, however idle; None: somebody can. A draining worker takes nothing new.
         # Not for forks: each waits for a worker of its own, and not at all if that cannot serve it.
         self._unserved_since: dict[Stage, float | None] = {Stage.START: now, Stage.DECODE: now, Stage.FORK: None}
+        self._roles_seen: frozenset[Role] | None = None
         # Not later than the first deadline of those who wait; earlier after a removal, until the next look.
         self._next_deadline = math.inf
 
@@ -124,6 +126,7 @@ class DispatchQueue:
         self._pushed += 1
         ticket = Ticket(query.priority, query.arrived_s, self._pushed, stage, query, now, deadline)
         insort(self._waiting[stage], ticket)
+        self._num_waiting += 1
         self._num_tokens += _num_tokens(ticket)
         if deadline is not None:
             self._next_deadline = min(self._next_deadline, deadline)
@@ -136,6 +139,7 @@ class DispatchQueue:
         if place == len(waiting) or waiting[place].number != ticket.number:
             return False
         del waiting[place]
+        self._num_waiting -= 1
         self._num_tokens -= _num_tokens(ticket)
         return True
 
@@ -146,10 +150,12 @@ class DispatchQueue:
         worker's blocks until it is fetched.
         """
         self._observe(now)
+        if not self._num_waiting:
+            return []
         decisions = self._expire(now)
-        if not self.num_requests:
+        if not self._num_waiting:
             return decisions
-        views = {view.worker_id: view for view in self._load.views(now)}
+        views = self._load.standings()
         decisions += self._advance_forks(views, now)
         for stage in (Stage.DECODE, Stage.START):
             while self._waiting[stage]:
@@ -163,6 +169,8 @@ class DispatchQueue:
 
     def next_event(self) -> float | None:
         """The time at which waiting alone may decide something: a deadline, or the end of a grace period."""
+        if not self._num_waiting:
+            return None
         at = self._next_deadline
         for stage, waiting in self._waiting.items():
             since = self._unserved_since[stage]
@@ -172,7 +180,7 @@ class DispatchQueue:
 
     @property
     def num_requests(self) -> int:
-        return sum(len(waiting) for waiting in self._waiting.values())
+        return self._num_waiting
 
     @property
     def num_tokens(self) -> int:
@@ -232,13 +240,16 @@ class DispatchQueue:
         self._load.book(ticket.query, placement)
         for leg in placement.legs():
             self._index.record(leg.worker_id, ticket.query.prefix_hashes)
-            views[leg.worker_id] = self._load.view(leg.worker_id, now)
+            views[leg.worker_id] = self._load.standing(leg.worker_id)
         if ticket.stage is Stage.START:
             self._left.append(_Left(now, ticket.query.num_tokens))
             self._forget_old(now)
 
     def _observe(self, now: float) -> None:
         roles = self._load.serving_roles()
+        if roles is self._roles_seen:
+            return
+        self._roles_seen = roles
         served = {
             Stage.START: can_serve(roles),
             Stage.DECODE: Role.DECODE in roles,
@@ -316,6 +327,7 @@ class Dispatcher:
         self._clock = clock
         self._futures: dict[int, asyncio.Future[Outcome]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._rings_at = math.inf
         self._closed = False
 
     async def place(self, query: PlacementQuery, deadline: float | None = None) -> Outcome | QueueFull:
@@ -386,10 +398,17 @@ class Dispatcher:
         return False
 
     def _set_timer(self) -> None:
-        self._stop_timer()
+        """A timer that would ring too early is left to do so, and is then set anew: one a wake would cost more."""
         at = self._queue.next_event()
-        if at is not None and not self._closed:
-            self._timer = asyncio.get_running_loop().call_later(max(at - self._clock(), MIN_TIMER_S), self.wake)
+        if at is None or self._closed or (self._timer is not None and self._rings_at <= at):
+            return
+        self._stop_timer()
+        self._rings_at = at
+        self._timer = asyncio.get_running_loop().call_later(max(at - self._clock(), MIN_TIMER_S), self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        self.wake()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -38,8 +38,7 @@ from baton.proto.messages import (
 from baton.router.dispatch import DeadlinePassed, Dispatcher, NoWorker, Outcome, QueueFull
 from baton.router.fork import Fork, Landing
 from baton.router.ledger import Ledger
-from baton.router.legs import Legs
-from baton.router.link import WorkerLink
+from baton.router.legs import LegLink, Legs
 from baton.router.load import LoadBook
 from baton.router.placement import Placement, PlacementQuery
 
@@ -123,7 +122,7 @@ class Journey:
         self,
         errand: Errand,
         dispatcher: Dispatcher,
-        links: Mapping[str, WorkerLink],
+        links: Mapping[str, LegLink],
         book: LoadBook,
         prefix_hashes: Callable[[tuple[int, ...]], tuple[Hashable, ...]],
         settings: JourneySettings,

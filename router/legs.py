@@ -10,14 +10,36 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
-from baton.proto.messages import FailureKind, Leg, LegFailure, Request, TokenBatch
-from baton.router.link import LegEvent, WorkerLink
+from baton.proto.messages import FailureKind, Leg, LegFailure, Request, TokenBatch, WorkerDescription
 from baton.router.load import LoadBook
 from baton.router.placement import Placement, PlacementQuery
 
 SLACK_S = 0.001
 """How late a wait for an event may end. Reading the clock twice already gives two different ends."""
+
+LegEvent = TokenBatch | LegFailure
+Mailbox = Callable[[LegEvent], None]
+
+
+class LegLink(Protocol):
+    """The router's end of a connection to one incarnation of one worker, as far as legs need it."""
+
+    @property
+    def description(self) -> WorkerDescription: ...
+
+    def submit(self, request: Request, mailbox: Mailbox) -> int:
+        """Sends a leg; returns the Submit's number. On a lost link the mailbox gets the failure at once."""
+        ...
+
+    def abort(self, sequence_id: str) -> None:
+        """Ends a leg and closes its mailbox. Unknown ids are ignored: the leg may have ended by itself."""
+        ...
+
+    def forget(self, sequence_id: str) -> None:
+        """Closes the mailbox of a leg that has ended by itself."""
+        ...
 
 
 class Legs:
@@ -29,7 +51,7 @@ class Legs:
     """
 
     def __init__(
-        self, query: PlacementQuery, placement: Placement, links: Mapping[str, WorkerLink], book: LoadBook
+        self, query: PlacementQuery, placement: Placement, links: Mapping[str, LegLink], book: LoadBook
     ) -> None:
         self._query = query
         self._prefill_id, self._decode_id = query.leg_id(Leg.PREFILL), query.leg_id(Leg.DECODE)
@@ -41,7 +63,7 @@ class Legs:
         self._streaming_id = ""
         self._hear: Callable[[TokenBatch], bool] | None = None
         self._broken: Exception | None = None
-        self._open: dict[str, WorkerLink] = {}
+        self._open: dict[str, LegLink] = {}
         self._booked: list[Placement] = [placement]
         self.heard_enough = False
 

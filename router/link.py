@@ -24,11 +24,9 @@ from baton.proto.messages import (
     TokenBatch,
     WorkerDescription,
 )
+from baton.router.legs import LegEvent, Mailbox
 
 log = logging.getLogger(__name__)
-
-LegEvent = TokenBatch | LegFailure
-Mailbox = Callable[[LegEvent], None]
 
 # A cut cable shows within about three seconds, a killed process at once.
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -56,11 +54,11 @@ class WorkerLink:
         self._last_number = 0
         self._connected = False
         self._opened = asyncio.Event()
-        self._reported: Callable[[LoadReport], None] = lambda report: None
+        self._reported: Callable[[LoadReport], object] = lambda report: None
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
 
-    async def open(self, reported: Callable[[LoadReport], None], timeout_s: float) -> None:
+    async def open(self, reported: Callable[[LoadReport], object], timeout_s: float) -> None:
         """Connects; returns when the worker has said hello. Raises ConnectionError with the reason if it does not."""
         self._reported = reported
         self._task = asyncio.create_task(self._run())
@@ -86,7 +84,7 @@ class WorkerLink:
         return self.description.worker_id
 
     def submit(self, request: Request, mailbox: Mailbox) -> int:
-        """Sends a leg; returns the Submit's number. On a lost link the mailbox gets the failure at once."""
+        """For this and the next two see `LegLink`."""
         if self.lost.done():
             mailbox(LegFailure(request.sequence_id, FailureKind.WORKER_LOST, self.lost.result()))
             return self._last_number
@@ -97,13 +95,11 @@ class WorkerLink:
         return self._last_number
 
     def abort(self, sequence_id: str) -> None:
-        """Ends a leg and closes its mailbox. Unknown ids are ignored: the leg may have ended by itself."""
         if self._mailboxes.pop(sequence_id, None) is not None and not self.lost.done():
             self._outbox.put_nowait(wire.RouterMessage(abort=wire.AbortLeg(sequence_id=sequence_id)))
         self._note_rest()
 
     def forget(self, sequence_id: str) -> None:
-        """Closes the mailbox of a leg that has ended by itself."""
         self._mailboxes.pop(sequence_id, None)
         self._note_rest()
 

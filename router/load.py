@@ -12,7 +12,7 @@ Invariant: legs in flight = legs dispatched - legs ended, in total and as the su
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.proto.messages import FailureKind, Leg, LoadReport, Role, WorkerDescription
 from baton.router.placement import Placement, PlacementQuery, WorkerView
@@ -49,7 +49,8 @@ class _Leg:
 
 @dataclass(slots=True)
 class _Worker:
-    """One incarnation of a worker. `unseen`: its legs that the last report does not include."""
+    """One incarnation of a worker. `unseen`: its legs that the last report does not include. `standing`: what follows
+    from all this for placement, until some of it changes."""
 
     description: WorkerDescription
     draining: bool = False
@@ -58,6 +59,7 @@ class _Worker:
     legs: dict[str, _Leg] = field(default_factory=dict)
     unseen: dict[str, _Leg] = field(default_factory=dict)
     kv_tokens: int = 0
+    standing: WorkerView | None = None
 
     @property
     def takes_nothing(self) -> bool:
@@ -86,12 +88,14 @@ class LoadBook:
         self._replicas = replicas
         self._workers: dict[str, _Worker] = {}
         self._worker_of: dict[str, str] = {}
+        self._serving_roles: frozenset[Role] | None = None
 
     def add_worker(self, description: WorkerDescription) -> None:
         """Starts the account of one incarnation. The account of an earlier one must have been closed."""
         if description.worker_id in self._workers:
             raise ValueError(f"worker {description.worker_id} is in the book already: remove it first")
         self._workers[description.worker_id] = _Worker(description)
+        self._serving_roles = None
 
     def remove_worker(self, worker_id: str) -> list[str]:
         """Closes the account; the legs that were on it have ended and are returned. An unknown worker had none."""
@@ -102,6 +106,7 @@ class LoadBook:
         for leg_id in legs:
             self.ended(leg_id)
         del self._workers[worker_id]
+        self._serving_roles = None
         return legs
 
     def report(self, report: LoadReport, now: float) -> bool:
@@ -115,13 +120,17 @@ class LoadBook:
             self.counts.reports_ignored += 1
             return False
         self.counts.reports += 1
+        if report.draining != (worker.report is not None and worker.report.draining):
+            self._serving_roles = None
+        worker.standing = None
         worker.report = report
         worker.reported_at = now - report.age_s
-        worker.unseen = {
-            leg_id: leg
-            for leg_id, leg in worker.unseen.items()
-            if leg.number is None or leg.number > report.last_submit
-        }
+        if worker.unseen:
+            worker.unseen = {
+                leg_id: leg
+                for leg_id, leg in worker.unseen.items()
+                if leg.number is None or leg.number > report.last_submit
+            }
         return True
 
     def book(self, query: PlacementQuery, placement: Placement) -> None:
@@ -145,6 +154,7 @@ class LoadBook:
         worker = self._workers[worker_id]
         block_size = worker.description.block_size
         leg = _Leg(number, prefill_tokens, -(-kv_tokens // block_size) * block_size)
+        worker.standing = None
         worker.legs[leg_id] = worker.unseen[leg_id] = leg
         worker.kv_tokens += leg.kv_tokens
         self._worker_of[leg_id] = worker_id
@@ -161,6 +171,7 @@ class LoadBook:
         leg = self._leg(leg_id)
         if leg is not None:
             leg.prefill_tokens = 0
+            self._workers[self._worker_of[leg_id]].standing = None
 
     def ended(self, leg_id: str) -> bool:
         """Releases a leg, on whatever way it ended. False, and counted, if it has ended before."""
@@ -169,6 +180,7 @@ class LoadBook:
             self.counts.ends_ignored += 1
             return False
         worker = self._workers[worker_id]
+        worker.standing = None
         worker.kv_tokens -= worker.legs.pop(leg_id).kv_tokens
         worker.unseen.pop(leg_id, None)
         self.counts.ended += 1
@@ -178,21 +190,37 @@ class LoadBook:
         """Takes a worker out of placement, or back in. An unknown worker is ignored."""
         if worker_id in self._workers:
             self._workers[worker_id].draining = draining
+            self._workers[worker_id].standing = None
+            self._serving_roles = None
 
     def views(self, now: float, role: Role | None = None) -> list[WorkerView]:
         """One view a worker, in the order in which they were added."""
         return [
-            self._view(worker, now)
+            replace(self._standing(worker), age_s=_age_s(worker, now))
             for worker in self._workers.values()
             if role is None or worker.description.role is role
         ]
 
     def view(self, worker_id: str, now: float) -> WorkerView:
-        return self._view(self._workers[worker_id], now)
+        worker = self._workers[worker_id]
+        return replace(self._standing(worker), age_s=_age_s(worker, now))
 
-    def serving_roles(self) -> set[Role]:
-        """Roles of which at least one worker is there and not draining."""
-        return {worker.description.role for worker in self._workers.values() if not worker.takes_nothing}
+    def standings(self) -> dict[str, WorkerView]:
+        """All views by worker, without the ages of reports: what placement decides by. Only what has changed since the
+        last call is worked out anew."""
+        return {worker_id: worker.standing or self._standing(worker) for worker_id, worker in self._workers.items()}
+
+    def standing(self, worker_id: str) -> WorkerView:
+        """One of `standings`."""
+        return self._standing(self._workers[worker_id])
+
+    def serving_roles(self) -> frozenset[Role]:
+        """Roles of which at least one worker is there and not draining; the same object until that changes."""
+        if self._serving_roles is None:
+            self._serving_roles = frozenset(
+                worker.description.role for worker in self._workers.values() if not worker.takes_nothing
+            )
+        return self._serving_roles
 
     def last_report(self, worker_id: str) -> LoadReport | None:
         worker = self._workers.get(worker_id)
@@ -210,12 +238,20 @@ class LoadBook:
             assert all(self._worker_of[leg_id] == worker_id for leg_id in worker.legs)
             assert worker.unseen.keys() <= worker.legs.keys()
             assert worker.kv_tokens == sum(leg.kv_tokens for leg in worker.legs.values())
+            assert worker.standing in (None, self._view(worker)), "a view that is kept does not follow from the account"
+        serving = {worker.description.role for worker in self._workers.values() if not worker.takes_nothing}
+        assert self.serving_roles() == serving
 
     def _leg(self, leg_id: str) -> _Leg | None:
         worker_id = self._worker_of.get(leg_id)
         return self._workers[worker_id].legs[leg_id] if worker_id is not None else None
 
-    def _view(self, worker: _Worker, now: float) -> WorkerView:
+    def _standing(self, worker: _Worker) -> WorkerView:
+        if worker.standing is None:
+            worker.standing = self._view(worker)
+        return worker.standing
+
+    def _view(self, worker: _Worker) -> WorkerView:
         description, report = worker.description, worker.report
         total_kv_tokens = description.num_blocks * description.block_size
         unseen_tokens = sum(leg.prefill_tokens for leg in worker.unseen.values())
@@ -250,7 +286,6 @@ class LoadBook:
             in_flight=len(worker.legs),
             step_s=report.step_s if report is not None else 0.0,
             draining=worker.takes_nothing,
-            age_s=now - worker.reported_at if report is not None else None,
         )
 
     def _share(self, left: int, used: int, unseen: int) -> int:
@@ -264,3 +299,7 @@ class LoadBook:
         if self._replicas == 1 or not own or running <= own:
             return worker.kv_tokens
         return worker.kv_tokens * running // own
+
+
+def _age_s(worker: _Worker, now: float) -> float | None:
+    return now - worker.reported_at if worker.report is not None else None

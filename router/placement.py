@@ -65,7 +65,7 @@ class WorkerView:
 
     `queued_tokens`: prompt tokens that it has yet to compute. `running`: sequences on it in any state but lent.
     `free_kv_tokens`: room, less what is on its way there. `credit_tokens`, `credit_sequences`: what it may take now.
-    `age_s`: age of the last report, None before the first.
+    `age_s`: age of the last report, None before the first and where it is not asked for.
     """
 
     worker_id: str

@@ -36,8 +36,9 @@ class PrefixIndex:
         """The worker is about to have these blocks, the chain from its first block on."""
         held = self._held.setdefault(worker_id, OrderedDict())
         most = self._num_blocks.get(worker_id, self._blocks_per_worker)
-        for block_hash in reversed(hashes[:most]):
-            held[block_hash] = None
+        num_held = self.match(worker_id, hashes)
+        held.update(dict.fromkeys(reversed(hashes[num_held:most])))
+        for block_hash in reversed(hashes[: min(num_held, most)]):
             held.move_to_end(block_hash)
         while len(held) > most:
             held.popitem(last=False)
@@ -45,9 +46,9 @@ class PrefixIndex:
     def match(self, worker_id: str, hashes: Sequence[Hashable]) -> int:
         """Number of leading blocks of the chain that the worker probably has."""
         held = self._held.get(worker_id)
-        if not held:
+        if not held or not hashes or hashes[0] not in held:
             return 0
-        low, high = 0, len(hashes)
+        low, high = 1, len(hashes)
         while low < high:
             middle = (low + high) // 2
             if hashes[middle] in held:

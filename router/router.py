@@ -1,6 +1,6 @@
 """What one router process knows and shares between its gateway and its fleet.
 
-Owns: the load book, the dispatch queue, the links to workers, whether it is ready or draining.
+Owns: the workers' paces, the requests in progress, whether it is ready or draining. What it decides with is its core's.
 Refuses to know: faces (`service`, `http`), a client's request (`gateway`), processes (`fleet`), one output's steps
 (`journey`).
 """
@@ -19,15 +19,12 @@ from random import Random
 from baton.proto.messages import LoadReport, Role, Sampling
 from baton.router.admission import ModelLimits
 from baton.router.config import ClusterConfig
-from baton.router.dispatch import Dispatcher, DispatchQueue
+from baton.router.core import RouterCore
 from baton.router.fork import Fork
-from baton.router.journey import Ended, Errand, Journey, JourneySettings
+from baton.router.journey import Ended, Errand
 from baton.router.link import WorkerLink
-from baton.router.load import LoadBook
 from baton.router.observe import Observers
 from baton.router.pace import Paces
-from baton.router.placement import load_policy
-from baton.router.prefix_index import PrefixIndex
 from baton.router.recent import RecentRequests
 from baton.router.replicas import Replicas
 from baton.router.tokenizer import Tokenizer
@@ -36,22 +33,22 @@ from baton.scheduler.blocks import prefix_hashes
 log = logging.getLogger(__name__)
 
 
-class Router:
+class Router(RouterCore[WorkerLink]):
     """One router's state; belongs to one event loop."""
 
     def __init__(self, config: ClusterConfig, tokenizer: Tokenizer, number: int = 0) -> None:
         """`number`: of this replica, where there are several."""
-        settings = config.router
+        block_size = config.pools[0].engine.block_size
+
+        def hashes(token_ids: tuple[int, ...], errand: Errand) -> tuple[Hashable, ...]:
+            return tuple(prefix_hashes(token_ids, block_size, errand.cache_salt, errand.adapter))
+
+        super().__init__(config.router, hashes, time.monotonic, Random())
         self.config = config
         self.incarnation = secrets.token_hex(8)
         self.started_s = time.monotonic()
         self.tokenizer = tokenizer
-        self.replicas = Replicas(number, settings.replicas)
-        self.book = LoadBook(settings.credit_steps, settings.replicas)
-        self.index = PrefixIndex()
-        queue = DispatchQueue(self.book, self.index, load_policy(settings.policy, Random()), settings, time.monotonic())
-        self.dispatcher = Dispatcher(queue, self.book, time.monotonic)
-        self.links: dict[str, WorkerLink] = {}
+        self.replicas = Replicas(number, config.router.replicas)
         self.observers = Observers()
         self.recent = RecentRequests()
         self.observers.add(self.recent)
@@ -65,31 +62,20 @@ class Router:
         self._idle = asyncio.Event()
         self._idle.set()
         self._journey_numbers = itertools.count(1)
-        self._block_size = config.pools[0].engine.block_size
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
-    def connect(self, link: WorkerLink) -> None:
-        """A worker is there: placement may use it."""
-        self.links[link.worker_id] = link
-        self.book.add_worker(link.description)
-        self.index.expect(link.worker_id, link.description.num_blocks)
-        self.dispatcher.wake()
+    def disconnect(self, link: WorkerLink) -> bool:
+        if not super().disconnect(link):
+            return False
+        self.paces.drop(link.worker_id)
+        return True
 
-    def disconnect(self, link: WorkerLink) -> None:
-        """A worker is lost. Its legs have failed by now; what it had cached is gone."""
-        if self.links.get(link.worker_id) is link:
-            del self.links[link.worker_id]
-            self.book.remove_worker(link.worker_id)
-            self.index.drop(link.worker_id)
-            self.paces.drop(link.worker_id)
-            self.dispatcher.wake()
-
-    def reported(self, report: LoadReport) -> None:
-        now = time.monotonic()
-        if self.book.report(report, now):
-            self.paces.report(report, now)
-            self.dispatcher.wake()
+    def reported(self, report: LoadReport) -> bool:
+        if not super().reported(report):
+            return False
+        self.paces.report(report, time.monotonic())
+        return True
 
     def limits(self) -> ModelLimits:
         """What a request may ask for, given the workers that are there."""
@@ -109,16 +95,6 @@ class Router:
         """What n outputs of a request share; None for one, or where their worker would not find their prompt again."""
         pools = [pool for pool in self.config.pools if pool.role is not Role.PREFILL]
         return Fork() if n > 1 and all(pool.scheduler.prefix_cache for pool in pools) else None
-
-    def journey(self, errand: Errand, fork: Fork | None = None) -> Journey:
-        """`fork`: that of the request's outputs, if there are several."""
-
-        def hashes(token_ids: tuple[int, ...]) -> tuple[Hashable, ...]:
-            return tuple(prefix_hashes(token_ids, self._block_size, errand.cache_salt, errand.adapter))
-
-        router = self.config.router
-        settings = JourneySettings(router.max_retries, router.handoff_timeout_s)
-        return Journey(errand, self.dispatcher, self.links, self.book, hashes, settings, time.monotonic, fork)
 
     @property
     def model_name(self) -> str:

@@ -17,25 +17,25 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from hashlib import blake2b
 
 HASH_BYTES = 16
 
 
-def prefix_hashes(token_ids: Sequence[int], block_size: int, salt: str = "", adapter: str = "") -> list[bytes]:
+def prefix_hashes(token_ids: Sequence[int], block_size: int, salt: str = "", adapter: str = "") -> list[Hashable]:
     """Names of the full blocks of `token_ids`: the i-th stands for all tokens [0, (i + 1) * block_size).
 
     Equal tokens under equal salt, adapter and block size have equal names in every process. Names are 128 bits of
     BLAKE2b, so that no request can be made to meet another's blocks by a collision.
     """
-    hashes: list[bytes] = []
+    hashes: list[Hashable] = []
     extend_prefix_hashes(hashes, token_ids, block_size, salt, adapter)
     return hashes
 
 
 def extend_prefix_hashes(
-    hashes: list[bytes], token_ids: Sequence[int], block_size: int, salt: str = "", adapter: str = ""
+    hashes: list[Hashable], token_ids: Sequence[int], block_size: int, salt: str = "", adapter: str = ""
 ) -> None:
     """Appends the names of those full blocks of `token_ids` that `hashes` lacks."""
     known = len(hashes)
@@ -43,6 +43,7 @@ def extend_prefix_hashes(
     if known >= full:
         return
     parent = hashes[-1] if hashes else _root(salt, adapter)
+    assert isinstance(parent, bytes)
     content = array("i", token_ids[known * block_size : full * block_size]).tobytes()
     stride = len(content) // (full - known)
     for offset in range(0, len(content), stride):
@@ -84,8 +85,8 @@ class BlockPool:
         self._lend_counts = [0] * num_blocks  # how many of the holders have lent it
         self._num_lent = 0
         self._quarantined: set[int] = set()
-        self._names: list[bytes | None] = [None] * num_blocks
-        self._registered: dict[bytes, int] = {}
+        self._names: list[Hashable | None] = [None] * num_blocks
+        self._registered: dict[Hashable, int] = {}
 
     @property
     def num_free(self) -> int:
@@ -112,7 +113,7 @@ class BlockPool:
     def num_held(self) -> int:
         return self.num_blocks - self.num_available - self._num_lent - len(self._quarantined)
 
-    def match(self, hashes: Iterable[bytes]) -> list[int]:
+    def match(self, hashes: Iterable[Hashable]) -> list[int]:
         """The blocks of the longest run of `hashes`, from the first on, that is registered. Holds none of them."""
         registered = self._registered
         found: list[int] = []
@@ -145,21 +146,22 @@ class BlockPool:
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Blocks for new content, held once, ascending. There must be `num_blocks` available."""
-        free = self._free
+        free, ref_counts = self._free, self._ref_counts
         split = max(0, len(free) - num_blocks)
         taken = free[split:]
         del free[split:]
-        while len(taken) < num_blocks:
-            taken.append(self._evict())
+        if len(taken) < num_blocks:
+            taken += self._evict(num_blocks - len(taken))
         if num_blocks > 1:
             taken.sort()
         for block_id in taken:
-            self._ref_counts[block_id] = 1
+            ref_counts[block_id] = 1
         return taken
 
     def release(self, block_ids: list[int]) -> None:
         """One holder less for each of these blocks, which are one sequence's in order, the deepest last."""
         ref_counts, lend_counts = self._ref_counts, self._lend_counts
+        names, evictable, free = self._names, self._evictable, self._free
         for block_id in reversed(block_ids):
             refs = ref_counts[block_id] - 1
             ref_counts[block_id] = refs
@@ -167,10 +169,10 @@ class BlockPool:
                 assert refs >= lend_counts[block_id], f"block {block_id} is released by one who has lent it"
                 if refs == lend_counts[block_id]:
                     self._num_lent += 1
-            elif self._names[block_id] is not None:
-                self._evictable[block_id] = None
+            elif names[block_id] is not None:
+                evictable[block_id] = None
             else:
-                self._free.append(block_id)
+                free.append(block_id)
 
     def lend(self, block_ids: Iterable[int]) -> None:
         """One holder of each of these blocks will only keep it for somebody elsewhere, until `reclaim`."""
@@ -200,10 +202,12 @@ class BlockPool:
             self._quarantined.remove(block_id)
             self._free.append(block_id)
 
-    def register(self, block_id: int, name: bytes) -> None:
-        """A held block's content is complete. Where another block has that content already, that one keeps the name."""
-        if self._registered.setdefault(name, block_id) == block_id:
-            self._names[block_id] = name
+    def register(self, block_ids: Iterable[int], names: Iterable[Hashable]) -> None:
+        """Held blocks whose content is complete. Where another block has that content, that one keeps the name."""
+        name_of, claim = self._names, self._registered.setdefault
+        for block_id, name in zip(block_ids, names, strict=True):
+            if claim(name, block_id) == block_id:
+                name_of[block_id] = name
 
     def ref_counts(self) -> dict[int, int]:
         """Holders of each block that has any."""
@@ -228,10 +232,14 @@ class BlockPool:
         assert named == {block_id: name for name, block_id in self._registered.items()}, "names are not one to one"
         assert cached <= named.keys() <= cached | held | lent, "a name on a block without content"
 
-    def _evict(self) -> int:
-        block_id, _ = self._evictable.popitem(last=False)
-        name = self._names[block_id]
-        assert name is not None
-        del self._registered[name]
-        self._names[block_id] = None
-        return block_id
+    def _evict(self, num_blocks: int) -> list[int]:
+        names, registered, evictable = self._names, self._registered, self._evictable
+        evicted = []
+        for _ in range(num_blocks):
+            block_id, _ = evictable.popitem(last=False)
+            name = names[block_id]
+            assert name is not None
+            del registered[name]
+            names[block_id] = None
+            evicted.append(block_id)
+        return evicted

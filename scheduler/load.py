@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.proto.messages import LoadReport, Role, WorkerCounters
+
+_NOTHING_COUNTED = WorkerCounters()
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLoad:
@@ -46,3 +50,39 @@ class SchedulerCounters:
     prefix_hits: int = 0
     requests_finished: int = 0
     requests_aborted: int = 0
+
+
+def load_report(
+    worker_id: str,
+    incarnation: str,
+    role: Role,
+    number: int,
+    load: SchedulerLoad,
+    step_s: float,
+    draining: bool,
+    counters: WorkerCounters = _NOTHING_COUNTED,
+    last_submit: int = 0,
+) -> LoadReport:
+    """What a worker tells routers of its load: its `number`-th report."""
+    return LoadReport(
+        worker_id=worker_id,
+        incarnation=incarnation,
+        role=role,
+        sequence_number=number,
+        running=load.running,
+        waiting=load.waiting,
+        receiving=load.receiving,
+        exported=load.exported,
+        queued_tokens=load.queued_tokens,
+        running_context_tokens=load.running_context_tokens,
+        total_blocks=load.total_blocks,
+        free_blocks=load.free_blocks,
+        held_blocks=load.held_blocks,
+        cached_blocks=load.cached_blocks,
+        lent_blocks=load.lent_blocks,
+        quarantined_blocks=load.quarantined_blocks,
+        step_s=step_s,
+        draining=draining,
+        last_submit=last_submit,
+        counters=counters,
+    )

@@ -28,6 +28,20 @@ class Chunk(NamedTuple):
     samples: bool
 
 
+class StepWork(NamedTuple):
+    """How much there is to compute in a step: what its time depends on.
+
+    A chunk of one token counts as a decoding sequence, whatever the token: that is how engines compute it. `kv_tokens`
+    is the context of those, their own token included; `attention_pairs` sums over the tokens of longer chunks how many
+    tokens each attends to, itself included.
+    """
+
+    prefill_tokens: int
+    attention_pairs: int
+    decode_sequences: int
+    kv_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One batch for the engine, and what else the plan decided.
@@ -41,6 +55,16 @@ class Step:
     num_tokens: int
     preempted: list[Sequence] = field(default_factory=list)
     reserved: list[Sequence] = field(default_factory=list)
+
+    def work(self) -> StepWork:
+        pairs = decode_sequences = kv_tokens = 0
+        for _, start, num_tokens, _ in self.chunks:
+            if num_tokens == 1:
+                decode_sequences += 1
+                kv_tokens += start + 1
+            else:
+                pairs += num_tokens * start + num_tokens * (num_tokens + 1) // 2
+        return StepWork(self.num_tokens - decode_sequences, pairs, decode_sequences, kv_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ Refuses to know: why a sequence moves; that is the scheduler's business.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from enum import Enum
 
 from baton.proto.messages import FinishReason, Leg, Request, Sampling
@@ -111,7 +112,7 @@ class Sequence:
         self.token_ids = list(request.token_ids)
         self.max_total_tokens = request.num_prompt_tokens + request.sampling.max_tokens
         self.block_ids: list[int] = []
-        self.prefix_hashes: list[bytes] = []
+        self.prefix_hashes: list[Hashable] = []
         self.num_computed_tokens = 0
         self.num_cached_blocks = 0
         self.num_cached_tokens = 0

@@ -27,11 +27,18 @@ ALLOWED_IMPORTS = {
     "prefill_worker": {"engine", "kvtransfer", "scheduler", "telemetry", "proto"},
     "decode_worker": {"engine", "kvtransfer", "scheduler", "telemetry", "proto"},
     "router": {"proto", "scheduler", "telemetry"},
-    "capacity": {"router", "scheduler", "proto"},
+    "capacity": {"router", "kvtransfer", "scheduler", "proto"},
     "client": {"proto"},
 }
 FOLDERS = set(ALLOWED_IMPORTS)
-COMPOSITION = {"client/cli.py", "client/demo.py", "router/__main__.py"}
+COMPOSITION = {
+    "client/calibrate.py",
+    "client/capacity.py",
+    "client/cli.py",
+    "client/demo.py",
+    "client/live.py",
+    "router/__main__.py",
+}
 ONE_PLACE = {  # a package that is imported in one file only, tests apart
     "ray": "router/fleet.py",
     "nixl": "kvtransfer/nixl_agent.py",
@@ -40,7 +47,8 @@ ONE_PLACE = {  # a package that is imported in one file only, tests apart
 }
 IMPORTS_BY_COMPUTED_NAME = {"kvtransfer/nixl_agent.py"}  # whichever build of NIXL is installed
 NOT_IN_SCHEDULER = {"torch", "time", "datetime", "asyncio", "threading", "logging"}
-NOT_ON_A_VIRTUAL_CLOCK = {"torch", "time", "ray", "grpc", "aiohttp"}  # in what capacity runs of the router
+NOT_ON_A_VIRTUAL_CLOCK = {"torch", "numpy", "time", "ray", "grpc", "aiohttp"}
+RUN_BY_CAPACITY = {"router", "kvtransfer"}  # what it reaches of these runs on a virtual clock
 ENVIRONMENT_USERS = {
     "engine/checkpoint.py",  # where the cache directory is
     "kvtransfer/lane.py",  # what NCCL and torch read when a group opens
@@ -127,7 +135,7 @@ def capacity_runs_without_wire_and_clock(house: House) -> Iterator[str]:
         file = queue.pop()
         for found in file.imports:
             for name in (found.target, found.target.rpartition(".")[0]):
-                if name in modules and name not in reached and modules[name].folder == "router":
+                if name in modules and name not in reached and modules[name].folder in RUN_BY_CAPACITY:
                     reached[name] = modules[name]
                     queue.append(modules[name])
     for file in reached.values():

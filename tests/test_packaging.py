@@ -125,7 +125,7 @@ def test_the_locks_satisfy_what_pyproject_asks_for() -> None:
 
 def test_every_package_that_the_code_imports_is_a_declared_dependency() -> None:
     extras = PROJECT["optional-dependencies"]
-    texts = [*PROJECT["dependencies"], *extras["demo"], *extras["nixl"], *extras["gpu"]]
+    texts = [*PROJECT["dependencies"], *extras["demo"], *extras["nixl"], *extras["gpu"], *extras["capacity"]]
     declared = {canonicalize_name(Requirement(text).name) for text in texts}
     owners = importlib.metadata.packages_distributions()
     undeclared = {

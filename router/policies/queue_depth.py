@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
 from baton.proto.messages import Role
 from baton.router.placement import (
@@ -33,6 +34,14 @@ class _Choice:
     score: float
     source: Candidate
     sink: Candidate | None
+
+
+class _Sink(NamedTuple):
+    """One who could decode, as a source sees it; sorts by score, then by turn."""
+
+    score: float
+    position: int
+    sink: Candidate
 
 
 class Policy:
@@ -68,14 +77,23 @@ class Policy:
 
 
 def _choices(query: PlacementQuery, sources: list[Candidate], sinks: list[Candidate]) -> Iterator[_Choice]:
-    decode_scores = [_decode_score(query, sink) for sink in sinks]
+    """Each source with the sink that is best for it. That is the best on its own machine or the best of all, so no
+    more than each of both sides is looked at."""
+    far: _Sink | None = None
+    near: dict[str, _Sink] = {}
+    for position, sink in enumerate(sinks):
+        score, host = _decode_score(query, sink), sink.view.host
+        here = _Sink(score + MOVE_COST_WITHIN_HOST * sink.uncached_tokens, position, sink)
+        there = _Sink(score + MOVE_COST * sink.uncached_tokens, position, sink)
+        near[host] = min(near.get(host, here), here)
+        far = there if far is None else min(far, there)
     for source in sources:
         score = _source_score(query, source)
         if source.view.role is Role.COLOCATED:
             yield _Choice(score, source, None)
-            continue
-        for sink, decode_score in zip(sinks, decode_scores, strict=True):
-            yield _Choice(score + decode_score + _move_score(source, sink), source, sink)
+        elif far is not None:
+            best = min(near.get(source.view.host, far), far)
+            yield _Choice(score + best.score, source, best.sink)
 
 
 def _source_score(query: PlacementQuery, source: Candidate) -> float:
@@ -89,8 +107,3 @@ def _decode_score(query: PlacementQuery, sink: Candidate) -> float:
     kv_load = 1.0 - (view.free_kv_tokens - query.expected_tokens) / max(view.total_kv_tokens, 1)
     seat_load = (view.running + 1) / max(view.max_num_seqs, 1)
     return max(kv_load, seat_load) * view.max_num_batched_tokens
-
-
-def _move_score(source: Candidate, sink: Candidate) -> float:
-    cost = MOVE_COST_WITHIN_HOST if source.view.host == sink.view.host else MOVE_COST
-    return cost * sink.uncached_tokens

@@ -11,8 +11,8 @@ from asking import answer, request, until
 from paper_model import VOCAB_SIZE, PaperRunner, paper_output
 from small_cluster import SmallCluster
 
-from baton.decode_worker.incoming import Incoming
 from baton.engine import desk
+from baton.kvtransfer.incoming import Incoming
 from baton.kvtransfer.lease import LeaseTable
 from baton.proto import worker_pb2 as wire
 from baton.proto import worker_pb2_grpc

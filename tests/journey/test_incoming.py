@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.decode_worker.incoming import Incoming, ProtocolError, WantedPull
+from baton.kvtransfer.incoming import Incoming, ProtocolError, WantedPull
 from baton.kvtransfer.lease import LeaseTable
 from baton.proto.messages import ChunkNotice, HandoffSource
 

@@ -19,6 +19,7 @@ from baton.router.placement import (
     PlacementPolicy,
     PlacementQuery,
     WorkerView,
+    able_to_serve,
     load_policy,
 )
 
@@ -226,6 +227,45 @@ def test_queue_depth_prefers_a_pair_on_one_machine_when_all_else_is_equal() -> N
     sinks = [decode("d0", host="b"), decode("d1", host="c")]
     for seed in range(8):
         assert pair(policy("queue_depth", seed).choose(QUERY, sources, sinks)) == ("p1", "d0")
+
+
+def score(query: PlacementQuery, source: Candidate, sink: Candidate | None) -> float:
+    """The formula of `queue_depth`, of one pair or one co-located worker."""
+    full = sink or source
+    kv_load = 1 - (full.view.free_kv_tokens - query.expected_tokens) / full.view.total_kv_tokens
+    load = max(kv_load, (full.view.running + 1) / full.view.max_num_seqs)
+    moved = 0.0 if sink is None else sink.uncached_tokens * (0.01 if sink.view.host == source.view.host else 0.1)
+    waits = max(0, query.num_tokens - source.view.free_kv_tokens)
+    return source.prefill_work + waits + load * full.view.max_num_batched_tokens + moved
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    sources=candidates(Role.PREFILL),
+    wholes=candidates(Role.COLOCATED),
+    sinks=candidates(Role.DECODE),
+    hosts=st.lists(st.sampled_from("abc"), min_size=12, max_size=12),
+    seed=st.integers(0, 9),
+)
+def test_queue_depth_finds_the_least_work_of_all_pairs_and_co_located_workers(
+    sources: list[Candidate], wholes: list[Candidate], sinks: list[Candidate], hosts: list[str], seed: int
+) -> None:
+    host = iter(hosts)
+    sources, wholes, sinks = (
+        [replace(each, view=replace(each.view, host=next(host))) for each in group]
+        for group in (sources, wholes, sinks)
+    )
+    query = PlacementQuery("r", num_tokens=50, max_new_tokens=16)
+    able = able_to_serve(query, sources + wholes, sinks)
+    scores = {
+        (source.worker_id, sink.worker_id if sink is not None else None): score(query, source, sink)
+        for source in able.sources
+        for sink in ([None] if source.view.role is Role.COLOCATED else able.sinks)
+    }
+    chosen = policy("queue_depth", seed).choose(query, sources + wholes, sinks)
+    assert (chosen is not None) == bool(scores)
+    if chosen is not None:
+        assert scores[chosen.whole or chosen.prefill, chosen.decode] == pytest.approx(min(scores.values()))
 
 
 def test_queue_depth_sends_a_request_whole_where_that_is_less_work() -> None:

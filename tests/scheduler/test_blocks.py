@@ -23,7 +23,7 @@ def named(pool: BlockPool, tokens: list[int], salt: str = "") -> list[int]:
     pool.hold(hits)
     fresh = pool.allocate(-(-len(tokens) // SIZE) - len(hits))
     for block_id, name in zip(fresh, hashes[len(hits) :], strict=False):
-        pool.register(block_id, name)
+        pool.register([block_id], [name])
     pool.check()
     return hits + fresh
 
@@ -156,8 +156,8 @@ def test_two_blocks_with_one_content_have_one_name_and_both_come_back():
     pool = BlockPool(4)
     name = prefix_hashes([1, 2, 3, 4], SIZE)[0]
     first, second = pool.allocate(1), pool.allocate(1)
-    pool.register(first[0], name)
-    pool.register(second[0], name)
+    pool.register(first, [name])
+    pool.register(second, [name])
     pool.check()
     assert pool.match([name]) == first
     release(pool, first)

@@ -1,0 +1,89 @@
+"""The tokens of prompts that nobody reads: numbers such that equal tokens mean equal prefixes.
+
+Owns: the numbering, and the names that blocks get by it. Refuses to know: text, vocabularies, when requests come.
+
+A token's number tells who first had it, and its position:
+
+    request 7   | shared by all | as the session's request before it | its own              | output
+    numbers     | position      | those of that request              | base of 7 + position | one more for each
+
+A replayed prompt begins with blocks that have ids; their numbers are below 0, so they meet none of the others.
+
+So the last token of a block names all tokens up to there, and nothing has to be hashed. Tokens within a block of a
+prompt that nobody will ever look at are all 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from baton.capacity.workload import Arrival
+
+STRIDE = 1 << 28
+"""More positions than a sequence can have."""
+_MAX_SESSIONS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Tokens up to position `end`, from where the one before ends, numbered from `base` on."""
+
+    base: int
+    end: int
+
+
+class Prompts:
+    """Makes prompts. Remembers the last prompt of so many sessions; one that has rested longest is begun anew."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._latest: dict[int, tuple[_Stretch, ...]] = {}
+        self._made = 0
+
+    def token_ids(self, arrival: Arrival) -> tuple[int, ...]:
+        """The prompt's tokens, of which only the last of each block and of all have a meaning."""
+        self._made += 1
+        stretches = self._stretches(arrival, self._made * STRIDE)
+        self._latest[arrival.session] = stretches
+        if len(self._latest) > _MAX_SESSIONS:
+            del self._latest[next(iter(self._latest))]
+        size = self._block_size
+        token_ids = [0] * arrival.prompt_tokens
+        begin = 0
+        for stretch in stretches:
+            first = begin + size - 1 - begin % size  # the last position of the block that `begin` is in
+            token_ids[first : stretch.end : size] = range(stretch.base + first, stretch.base + stretch.end, size)
+            begin = stretch.end
+        token_ids[-1] = stretches[-1].base + arrival.prompt_tokens - 1
+        return tuple(token_ids)
+
+    def _stretches(self, arrival: Arrival, base: int) -> tuple[_Stretch, ...]:
+        length = arrival.prompt_tokens
+        # The last token is always its own, so that what follows it is too.
+        shared = min(arrival.shared_tokens, length - 1)
+        previous = self._latest.pop(arrival.session, ())
+        reused = min(arrival.prefix_tokens, length - 1, previous[-1].end if previous else 0)
+        begin: list[_Stretch] = []
+        if reused > shared:
+            for stretch in previous:
+                begin.append(_Stretch(stretch.base, min(stretch.end, reused)))
+                if stretch.end >= reused:
+                    break
+        elif shared:
+            begin.append(_Stretch(0, shared))
+        elif arrival.blocks:
+            # An id stands for its block and all that is before it, as in the traces that have them.
+            ends = (min(number * arrival.block_tokens, length - 1) for number in range(1, len(arrival.blocks) + 1))
+            begin += [_Stretch(-(block + 1) * STRIDE, end) for block, end in zip(arrival.blocks, ends, strict=True)]
+        return (*begin, _Stretch(base, length))
+
+
+def extend_names(names: list[Hashable], token_ids: Sequence[int], block_size: int, salt: str, adapter: str) -> None:
+    """Appends the names of those full blocks of `token_ids` that `names` lacks."""
+    names.extend(token_ids[(len(names) + 1) * block_size - 1 :: block_size])
+
+
+def block_names(token_ids: tuple[int, ...], block_size: int) -> tuple[Hashable, ...]:
+    """The names of all full blocks."""
+    return token_ids[block_size - 1 :: block_size]

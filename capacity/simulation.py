@@ -1,0 +1,43 @@
+"""A point measured by the simulator, in a process of its own.
+
+Owns: what crosses to such a process, and how many there are. Refuses to know: which points there are (`sweep`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+from baton.capacity.cost import CostModel
+from baton.capacity.record import to_plain
+from baton.capacity.simulate import simulate
+from baton.capacity.summary import Recorder, Summary
+from baton.capacity.sweep import Backend, Point
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """Measures points by one cost model."""
+
+    cost: CostModel
+
+    def __call__(self, point: Point) -> Summary:
+        recorder = Recorder(point.slo)
+        arrivals = point.traffic.arrivals(point.setup.max_model_len)
+        run = simulate(point.setup, self.cost, arrivals, point.traffic.seed, sink=recorder.add)
+        return recorder.summary(run)
+
+
+@contextmanager
+def simulation(cost: CostModel, jobs: int | None = None) -> Iterator[Backend]:
+    """As many processes as cores, or `jobs`; started afresh, as a fork would copy locks of threads."""
+    number = jobs or len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(number, get_context("spawn")) as executor:
+        try:
+            yield Backend("simulate", Simulated(cost), executor, to_plain(cost), number)
+        finally:
+            executor.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,172 @@
+"""A running cluster is brought into shape, loaded with a point's arrivals, and its answers become a summary."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from fake_router import FakeRouter
+from paper_model import PaperRunner, write_paper_tokenizer
+from small_cluster import SmallCluster
+
+from baton.capacity.grid import Model, Shape, setup_of
+from baton.capacity.outcome import End, Slo
+from baton.capacity.sweep import Point
+from baton.capacity.traffic import Traffic
+from baton.client import bench, live
+from baton.client.client import AsyncClient
+from baton.client.live import LiveError
+from baton.proto import cluster_pb2 as cluster
+from baton.proto import cluster_pb2_grpc, inference_pb2_grpc
+from baton.proto import inference_pb2 as inference
+from baton.proto.messages import Role
+from baton.router import config
+
+MODEL = Model("paper", 8, 512, num_blocks=64)
+
+
+@dataclass
+class Reshapable(FakeRouter):
+    """A cluster that is only its list of workers, by pool; `workers` maps names to roles."""
+
+    pools: tuple[str, ...] = ("prefill", "decode", "colocated")
+    workers: dict[str, str] = field(default_factory=lambda: {"prefill-0": "prefill", "decode-0": "decode"})
+    can_change_roles: bool = True
+    asked: list[str] = field(default_factory=list)
+
+    async def GetModel(self, request: object, context: grpc.aio.ServicerContext) -> inference.ModelInfo:
+        pools = [inference.PoolInfo(name=name, role=name) for name in self.pools]
+        return inference.ModelInfo(name="m", max_model_len=512, vocab_size=1000, pools=pools)
+
+    async def GetStatus(self, request: object, context: grpc.aio.ServicerContext) -> cluster.ClusterStatus:
+        pools = [
+            cluster.PoolStatus(
+                name=role,
+                role=role,
+                workers=[
+                    cluster.WorkerStatus(worker_id=name, pool=role, role=role, state="ready")
+                    for name, has in self.workers.items()
+                    if has == role
+                ],
+            )
+            for role in dict.fromkeys(self.workers.values())
+        ]
+        return cluster.ClusterStatus(pools=pools)
+
+    async def SetRole(
+        self, request: cluster.SetRoleRequest, context: grpc.aio.ServicerContext
+    ) -> cluster.SetRoleResponse:
+        if not self.can_change_roles:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a worker keeps its role")
+        self.asked.append(f"{request.worker_id} -> {request.role}")
+        self.workers[request.worker_id] = request.role
+        return cluster.SetRoleResponse()
+
+    async def Scale(self, request: cluster.ScaleRequest, context: grpc.aio.ServicerContext) -> cluster.ScaleResponse:
+        self.asked.append(f"{request.pool} = {request.size}")
+        mine = [name for name, role in self.workers.items() if role == request.pool]
+        for name in mine[request.size :]:
+            del self.workers[name]
+        for number in range(len(mine), request.size):
+            self.workers[f"{request.pool}-new-{number}"] = request.pool
+        return cluster.ScaleResponse(size=request.size)
+
+
+@pytest.fixture
+def router() -> Reshapable:
+    return Reshapable()
+
+
+@pytest.fixture
+async def client(router: Reshapable) -> AsyncIterator[AsyncClient]:
+    server = grpc.aio.server()
+    inference_pb2_grpc.add_InferenceServicer_to_server(router, server)
+    cluster_pb2_grpc.add_ClusterServicer_to_server(router, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with AsyncClient(f"127.0.0.1:{port}", timeout_s=10.0) as connected:
+        yield connected
+    await server.stop(0)
+
+
+def wanted(prefill: int = 0, decode: int = 0, colocated: int = 0) -> dict[Role, int]:
+    return {Role.PREFILL: prefill, Role.DECODE: decode, Role.COLOCATED: colocated}
+
+
+def counted(router: Reshapable) -> dict[Role, int]:
+    return {role: sum(each == role.value for each in router.workers.values()) for role in Role}
+
+
+@pytest.mark.parametrize("can_change_roles", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1, 0), (2, 1, 0), (1, 3, 0), (0, 0, 2), (0, 0, 3)])
+async def test_a_cluster_is_brought_into_every_shape(
+    client: AsyncClient, router: Reshapable, shape: tuple[int, int, int], can_change_roles: bool
+) -> None:
+    router.can_change_roles = can_change_roles
+    await live.reshape(client, wanted(*shape))
+    assert counted(router) == wanted(*shape)
+
+
+async def test_workers_change_their_roles_before_any_is_started(client: AsyncClient, router: Reshapable) -> None:
+    changes = await live.reshape(client, wanted(colocated=2))
+    assert router.asked == ["prefill-0 -> colocated", "decode-0 -> colocated"]
+    assert [(change.before, change.after) for change in changes] == [
+        (Role.PREFILL, Role.COLOCATED),
+        (Role.DECODE, Role.COLOCATED),
+    ]
+    assert all(change.total_s >= 0 for change in changes)
+
+
+async def test_a_cluster_in_shape_is_left_alone(client: AsyncClient, router: Reshapable) -> None:
+    assert await live.reshape(client, wanted(1, 1)) == []
+    assert router.asked == []
+
+
+async def test_pools_shrink_before_others_grow(client: AsyncClient, router: Reshapable) -> None:
+    router.can_change_roles = False
+    await live.reshape(client, wanted(colocated=2))
+    assert router.asked[-1] == "colocated = 2"
+
+
+async def test_a_pool_that_the_cluster_lacks_is_named(client: AsyncClient, router: Reshapable) -> None:
+    router.pools, router.can_change_roles = ("prefill", "decode"), False
+    with pytest.raises(LiveError, match="has no colocated pool"):
+        await live.reshape(client, wanted(colocated=2))
+
+
+async def test_a_live_point_has_the_figures_of_its_requests(tmp_path: Path) -> None:
+    setup = setup_of(config.defaults(), MODEL, Shape(1, 1))
+    point = Point(setup, Traffic("fixed:60/8", 60.0, 40, seed=3), Slo(ttft_s=5.0, tpot_s=1.0))
+    paper_dir = write_paper_tokenizer(tmp_path)
+    async with SmallCluster(paper_dir, PaperRunner) as running:
+        summary = await live.measured(running.address, None, point)
+        await running.at_rest()
+    assert summary.ended == {"finished": 40, "refused": 0, "deadline": 0, "failed": 0}
+    assert summary.attainment.value == 1.0
+    assert summary.workers == 2
+    assert {pool.role: pool.workers for pool in summary.pools} == {Role.PREFILL: 1, Role.DECODE: 1}
+    decode = next(pool for pool in summary.pools if pool.role is Role.DECODE)
+    assert decode.handoff_bytes > 0
+    assert sum(pool.tokens_generated for pool in summary.pools) == 40 * 8
+    assert 0 < summary.ttft.p50 < summary.e2e.p50
+    assert summary.stages.prefill_compute > 0
+
+
+def test_a_request_that_failed_is_told_as_such() -> None:
+    def sample(error: str) -> bench.Sample:
+        return bench.Sample(0.0, 0.5, 10, 0, (), 1.0, error=error, number=7)
+
+    ends = {"RESOURCE_EXHAUSTED": End.REFUSED, "DEADLINE_EXCEEDED": End.DEADLINE, "UNAVAILABLE": End.FAILED}
+    for error, end in ends.items():
+        found = live.outcome(sample(error), None)
+        assert (found.number, found.end, found.reason, found.arrived_s) == (7, end, error, 0.5)
+        assert not found.meets(Slo())
+
+
+def test_shared_cores_are_admitted() -> None:
+    (note,) = live.notes(config.defaults(), [Shape(live.num_cores(), 1)])
+    assert f"shared {live.num_cores()} cores" in note
+    assert list(live.notes(config.defaults(device="cuda"), [Shape(200, 1)])) == []

@@ -1,0 +1,86 @@
+"""The load of a calibration shows steps from all sides, fits into the cluster, and ends in a model of its workers."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from paper_model import PaperRunner, write_paper_tokenizer
+from small_cluster import SmallCluster
+
+from baton.capacity.calibrate import TooLittleData, UnlikeWorkers, origin_of
+from baton.capacity.cost import CostModel, Source
+from baton.client import calibrate
+from baton.client.calibrate import Kind, Room, bursts
+from baton.proto.messages import Role
+from baton.proto.settings import ObservabilitySettings
+from baton.proto.step_log import StepLogFile, StepLogHeader
+
+STEP_S, TOKEN_S = 0.002, 0.0001
+
+
+@given(st.integers(64, 8192), st.integers(256, 100_000), st.integers(1, 8), st.integers(0, 99))
+def test_no_burst_needs_more_than_the_cluster_has(max_model_len, kv_tokens, workers, seed):
+    room = Room(max_model_len, kv_tokens, workers)
+    for burst in islice(bursts(room, seed), 60):
+        assert all(min(prompt, output) >= 1 for prompt, output in burst.together)
+        assert all(prompt + output <= max(max_model_len, 64) for prompt, output in burst.together)
+        decoding = [prompt + output for prompt, output in burst.together if output > 1]
+        assert sum(decoding) <= kv_tokens * workers
+
+
+def test_a_minute_of_bursts_has_every_batch_size_and_prompts_of_every_length():
+    seen = list(islice(bursts(Room(8192, 20_000, 1), 0), 60))
+    assert {burst.kind for burst in seen} == set(Kind)
+    assert {len(burst.together) for burst in seen if burst.kind is not Kind.PROMPTS} == set(calibrate._BATCHES)
+    alone = sorted(tokens for burst in seen if burst.kind is Kind.PROMPTS for tokens in burst.trailing)
+    for low in (2, 8, 32, 128, 512):
+        assert sum(low <= tokens < 4 * low for tokens in alone) >= 10
+    assert list(islice(bursts(Room(8192, 20_000, 1), 0), 60)) == seen
+
+
+@pytest.mark.parametrize("shape", [{}, {"prefill": 0, "decode": 0, "colocated": 1}], ids=["1P1D", "co-located"])
+async def test_a_driven_cluster_leaves_a_cost_model_of_its_workers(tmp_path, monkeypatch, shape):
+    monkeypatch.setattr(calibrate, "_PROBES", 6)
+    monkeypatch.setattr(calibrate, "_SETTLE_S", 0.3)
+    logs = tmp_path / "logs"
+    async with SmallCluster(
+        write_paper_tokenizer(tmp_path / "paper"),
+        lambda: PaperRunner(num_blocks=1024, step_s=STEP_S, seconds_per_token=TOKEN_S),
+        observability=ObservabilitySettings(step_log=str(logs)),
+        **shape,
+    ) as cluster:
+        shares = []
+        driven = await calibrate.drive(cluster.address, 4.0, progress=lambda share, doing: shares.append(share))
+        await cluster.at_rest()
+    assert shares == sorted(shares)
+    assert driven.tokens > 0
+    assert driven.token_cpu_s > 0
+
+    model = calibrate.fitted(logs, driven)
+    path = tmp_path / "cost.json"
+    model.save(path)
+    assert CostModel.load(path) == model
+    assert (model.origin.source, model.origin.model, model.origin.dtype) == (Source.MEASURED, "paper", "int64")
+    # A sleep may be longer than asked for, never shorter.
+    assert model.step_s(0, 0, 8, 800) > 0.8 * (STEP_S + 8 * TOKEN_S)
+    assert model.step_s(512, 512 * 513 // 2, 0, 0) > 0.8 * (STEP_S + 512 * TOKEN_S)
+    assert 0 < model.routing.routing_s < 1
+    assert 0 < model.routing.delivery_s < 1
+    assert (model.transfer.start_s + model.transfer.byte_s + model.transfer.run_s > 0) == (shape == {})
+
+
+def _log(threads: int) -> StepLogFile:
+    return StepLogFile(StepLogHeader(f"w-{threads}", Role.COLOCATED, "demo", "bfloat16", "cpu", threads))
+
+
+def test_workers_of_several_kinds_are_not_fitted_together():
+    with pytest.raises(UnlikeWorkers, match=r"demo bfloat16 cpu 1, demo bfloat16 cpu 2"):
+        origin_of([_log(1), _log(2)], "here", "2026-11-30")
+
+
+def test_an_empty_directory_is_refused(tmp_path):
+    with pytest.raises(TooLittleData, match=r"observability\.step_log"):
+        calibrate.fitted(tmp_path)
