@@ -33,7 +33,7 @@ from baton.kvtransfer.connector import ConnectorError, KvPool, TransportUnavaila
 from baton.kvtransfer.layout import coalesce, copy_runs, rows
 
 SOURCE, READER = 0, 1
-NUM_SLOTS = 3  # one fills at the source while one travels and one is emptied at the reader
+NUM_SLOTS = 4  # one fills at the source, two travel, one is emptied at the reader
 _HOST_SLOT_BYTES = 4 << 20
 _GPU_SLOT_BYTES = 16 << 20
 _GLOO_OPEN_S = 5.0
@@ -103,6 +103,11 @@ class Lane(Protocol):
     @property
     def slots(self) -> list[Slot]:
         """NUM_SLOTS pieces of staging memory, each of `slot_blocks` blocks; theirs until `close`."""
+        ...
+
+    @property
+    def receives_ahead(self) -> bool:
+        """Whether `receive` is best called before the message is under way, and not when it is."""
         ...
 
     def send(self, slot: Slot, num_blocks: int) -> Moving: ...
@@ -187,6 +192,11 @@ class GlooLane:
     def slots(self) -> list[Slot]:
         return self._slots
 
+    @property
+    def receives_ahead(self) -> bool:
+        """The sender then writes at once, else it first has to hear that the receiver is ready."""
+        return True
+
     def send(self, slot: Slot, num_blocks: int) -> Moving:
         with _translated("sending over gloo"):
             return Moving(self._group.send([slot.piece(num_blocks)], READER, 0))
@@ -234,6 +244,11 @@ class NcclLane:
     @property
     def slots(self) -> list[Slot]:
         return self._slots
+
+    @property
+    def receives_ahead(self) -> bool:
+        """A receive without a sender is a kernel that waits on the GPU and keeps others from it."""
+        return False
 
     def send(self, slot: Slot, num_blocks: int) -> Moving:
         return self._start(self._group.send, slot, num_blocks, READER)

@@ -80,7 +80,8 @@ class TransferSettings:
     """How KV moves and how long each side waits for the other.
 
     `lease_s`: how long the source keeps lent blocks without a heartbeat. `peer_timeout_s`: silence after which a peer
-    is given up. `transport`: UCX_TLS for the nixl connector, empty lets UCX choose.
+    is given up. `transport`: UCX_TLS for the nixl connector, empty lets UCX choose. `network_device`: UCX_NET_DEVICES
+    for nixl, the name of a network interface for nccl; empty lets UCX, or the machine's routes, choose.
     """
 
     connector: str = one_of("nixl", ("nixl", "nccl", "local"))

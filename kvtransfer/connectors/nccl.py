@@ -186,10 +186,10 @@ class _Piece:
     slot: Slot
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Arrival:
     piece: _Piece
-    moving: Moving
+    moving: Moving | None
 
 
 class _Peer:
@@ -315,24 +315,28 @@ class _Peer:
 
     def _read(self, channel: Channel, lane: Lane) -> None:
         """Returns never: ends by the ConnectorError that says how."""
-        asked: deque[_Piece] = deque()
+        asked: deque[_Arrival] = deque()
         coming: deque[_Arrival] = deque()
         pieces = self._pieces(lane)
         while True:
             while len(asked) + len(coming) < len(lane.slots) and (piece := next(pieces)) is not None:
+                moving = lane.receive(piece.slot, len(piece.source)) if lane.receives_ahead else None
+                asked.append(_Arrival(piece, moving))
                 channel.send(Request(piece.number, tuple(piece.source)))
-                asked.append(piece)
             message = channel.receive(0.0 if coming else None, self._wake)
             if isinstance(message, Refused):
                 raise ConnectorError(f"refused: {message.reason}")
-            if isinstance(message, Sending) and asked and message.number == asked[0].number:
-                piece = asked.popleft()
-                coming.append(_Arrival(piece, lane.receive(piece.slot, len(piece.source))))
+            if isinstance(message, Sending) and asked and message.number == asked[0].piece.number:
+                coming.append(asked.popleft())
+                if not lane.receives_ahead:
+                    piece = coming[-1].piece
+                    coming[-1].moving = lane.receive(piece.slot, len(piece.source))
             elif message is not None:
                 raise ChannelLost(f"{message} while {len(asked)} pieces are asked for")
             elif coming:
                 arrival = coming.popleft()
-                lane.wait(arrival.moving)
+                assert arrival.moving is not None
+                lane.wait(arrival.moving)  # only now: until the peer sends, nothing but the channel can end a wait
                 self._land(arrival.piece)
 
     def _pieces(self, lane: Lane) -> Iterator[_Piece | None]:

@@ -43,6 +43,7 @@ class SetUp:
     binding: str = "early"
     num_blocks: int = 512
     preempts: bool = False
+    connector: str = "nixl"
     family: str = "llama"
     overrides: dict[str, Any] = field(default_factory=dict)
 
@@ -66,7 +67,7 @@ class SetUp:
             str(model_dir),
             pools,
             RouterSettings(port=0, http_port=0, binding=self.binding),
-            TransferSettings(checksums="always"),
+            TransferSettings(connector=self.connector, checksums="always"),
         )
 
 
@@ -74,7 +75,7 @@ class SetUp:
 SHAPES = [
     SetUp("1P1D, budget 64"),
     SetUp("2P1D, budget 16, no prefix cache", prefill=2, budget=16, prefix_cache=False),
-    SetUp("1P2D, budget 512, late", decode=2, budget=512, binding="late"),
+    SetUp("1P2D, budget 512, late, nccl", decode=2, budget=512, binding="late", connector="nccl"),
     SetUp("2P2D, budget 16, late, no prefix cache", 2, 2, budget=16, binding="late", prefix_cache=False),
     SetUp("co-located, budget 64", 0, 0, 1, budget=64),
     SetUp("1P1D, small decode pool", num_blocks=22, preempts=True, budget=512),
@@ -229,7 +230,9 @@ def test_tokens_do_not_depend_on_the_set_up(launch, tiny_model_dir, shape):
             assert counted["prompt_tokens_transferred"] + decode_cached >= num_prompt_tokens
             assert shape.preempts or counted["prompt_tokens_transferred"] + decode_cached == num_prompt_tokens
             assert all(
-                result.finish.connector == "nixl" for result in results if result.finish.usage.transferred_tokens
+                result.finish.connector == shape.connector
+                for result in results
+                if result.finish.usage.transferred_tokens
             )
 
 

@@ -37,7 +37,7 @@ async def test_the_stages_of_the_timeline_add_up_to_the_total(paper_dir):
             assert stages == pytest.approx(timeline.total, rel=0.05)
 
 
-@pytest.mark.parametrize("connector", ["local", "nixl"])
+@pytest.mark.parametrize("connector", ["local", "nixl", "nccl"])
 @pytest.mark.parametrize("binding", ["early", "late"])
 async def test_many_requests_on_two_and_two_workers_are_all_right(paper_dir, connector, binding):
     async with SmallCluster(

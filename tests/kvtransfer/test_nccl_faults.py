@@ -414,7 +414,7 @@ for line in sys.stdin:
 
 
 def test_a_process_ends_in_order_while_its_peer_is_stopped(start_source):
-    ends = [(ending, wait_s) for ending in ("close", "leave") for wait_s in (0.0, 0.006, 0.03)]
+    ends = [(ending, wait_s) for ending in ("close", "leave") for wait_s in (0.005, 0.03)]
     sources = [start_source(1, 30, big=True, **NCCL) for _ in ends]
     lines = [
         f"{source.address.hex()} {source.pid} {ending} {wait_s}\n"
@@ -422,6 +422,6 @@ def test_a_process_ends_in_order_while_its_peer_is_stopped(start_source):
     ]
     env = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2] / "src")}
     told = subprocess.run(
-        [sys.executable, "-c", EXITS], input="".join(lines), env=env, capture_output=True, text=True, timeout=90
+        [sys.executable, "-c", EXITS], input="".join(lines), env=env, capture_output=True, text=True, timeout=180
     )
     assert told.stdout.split() == ["0"] * len(ends), told.stderr
