@@ -200,7 +200,7 @@ class SmallCluster:
             elif isinstance(seat.worker, PrefillWorker):
                 lender = seat.worker._lender
                 lines.append(
-                    f"  leases {vars(lender._table)}, early {lender._early}, watchers {list(lender._watchers)}"
+                    f"  leases {lender._table}, early {lender._early}, watchers {list(lender._watchers)}"
                 )
         return "\n".join(lines)
 
