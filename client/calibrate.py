@@ -32,17 +32,20 @@ from pathlib import Path
 import psutil
 
 from baton.capacity import calibrate
-from baton.capacity.calibrate import Probe
+from baton.capacity.calibrate import Probe, TooLittleData, UnlikeWorkers
 from baton.capacity.cost import CostModel
 from baton.client.bench import ServedModel
 from baton.client.client import AsyncClient
+from baton.client.errors import BatonError
 from baton.client.servers import GrpcServer
+from baton.engine.checkpoint import CheckpointError
 from baton.proto import cluster_pb2 as cluster
 from baton.proto import step_log
 from baton.proto.messages import Role
-from baton.router.__main__ import FACTORIES, check, sharing_cores, with_absolute_paths
+from baton.proto.step_log import StepLogError
+from baton.router.__main__ import FACTORIES, StartError, check, sharing_cores, with_absolute_paths
 from baton.router.config import ClusterConfig
-from baton.router.fleet import close_ray, open_ray, start_router
+from baton.router.fleet import FleetError, close_ray, open_ray, start_router
 
 REQUEST_TIMEOUT_S = 300.0
 MIN_SECONDS = 20.0
@@ -51,6 +54,14 @@ _PROBE_PAUSE_S = 0.15  # longer than a worker stays awake, so each step of a pro
 _SETTLE_S = 1.0
 _BURST_TOKENS = 4096
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+class NotStarted(Exception):
+    """A cluster of our own that does not come up; the message is for a person."""
+
+
+class CalibrationError(Exception):
+    """Notes to which nothing can be fitted, or a load that the cluster did not serve."""
 
 
 class Kind(StrEnum):
@@ -127,7 +138,17 @@ async def drive(
     seed: int = 0,
     progress: Callable[[float, str], None] = lambda share, doing: None,
 ) -> Driven:
-    """Sends bursts for about so long. Raises a BatonError as soon as a request fails: the notes would mislead."""
+    """Sends bursts for about so long. Raises CalibrationError as soon as a request fails: the notes would mislead."""
+    try:
+        return await _drive(target, seconds, seed, progress)
+    except* BatonError as failures:
+        first: BaseException = failures
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise CalibrationError(f"{target} did not serve what it was sent: {first}") from first
+
+
+async def _drive(target: str, seconds: float, seed: int, progress: Callable[[float, str], None]) -> Driven:
     server = GrpcServer(target, None, REQUEST_TIMEOUT_S)
     async with AsyncClient(target) as client:
         try:
@@ -161,7 +182,7 @@ def calibrated(
 ) -> CostModel:
     """Starts a cluster of that shape with step logs, drives it, ends it and fits.
 
-    Raises what a start may raise (StartError, CheckpointError, FleetError), BatonError, and TooLittleData.
+    Raises NotStarted or CalibrationError.
     """
     with tempfile.TemporaryDirectory(prefix="baton-steps-") as directory:
         observability = replace(config.observability, step_log=directory)
@@ -172,29 +193,42 @@ def calibrated(
 
 
 def fitted(directory: Path, driven: Driven | None = None) -> CostModel:
-    """The cost model of the step logs in a directory, those of a cluster that served others included."""
-    logs = step_log.read_directory(directory)
-    origin = calibrate.origin_of(logs, machine(), datetime.now(UTC).date().isoformat())
-    if driven is None:
-        return calibrate.fit(logs, (), origin)
-    cpu = f"router and client use {1e6 * driven.token_cpu_s:.0f} us of CPU a token, which the steps had to share"
-    return calibrate.fit(logs, driven.probes, replace(origin, note=f"{origin.note}; {cpu}"))
+    """The cost model of the step logs in a directory, those of a cluster that served others included.
+
+    Raises CalibrationError.
+    """
+    try:
+        logs = step_log.read_directory(directory)
+        origin = calibrate.origin_of(logs, machine(), datetime.now(UTC).date().isoformat())
+        if driven is None:
+            return calibrate.fit(logs, (), origin)
+        cpu = f"router and client use {1e6 * driven.token_cpu_s:.0f} us of CPU a token, which the steps had to share"
+        return calibrate.fit(logs, driven.probes, replace(origin, note=f"{origin.note}; {cpu}"))
+    except (StepLogError, UnlikeWorkers, TooLittleData) as error:
+        raise CalibrationError(f"{directory}: {error}") from error
 
 
 @contextmanager
 def running(config: ClusterConfig) -> Iterator[str]:
-    """A cluster on this machine, and the Ray that it needs; the router's gRPC address."""
-    model_dir = check(config)
+    """A cluster on this machine, and the Ray that it needs; the router's gRPC address. Raises NotStarted."""
     config = sharing_cores(with_absolute_paths(config))
-    open_ray(
-        sum(pool.num_cpus * pool.size for pool in config.pools),
-        {pool.resource: float(pool.size) for pool in config.pools if pool.resource},
-    )
+    try:
+        model_dir = check(config)
+        open_ray(
+            sum(pool.num_cpus * pool.size for pool in config.pools),
+            {pool.resource: float(pool.size) for pool in config.pools if pool.resource},
+        )
+    except (StartError, CheckpointError, FleetError) as error:
+        raise NotStarted(str(error)) from error
     try:
         router = start_router(config, model_dir, FACTORIES, namespace=f"calibrate-{os.getpid()}")
         try:
             addresses = router.ready(config.router.worker_start_timeout_s, threading.Event())
-            assert addresses is not None
+        except FleetError as error:
+            router.stop(0.0)
+            raise NotStarted(str(error)) from error
+        assert addresses is not None
+        try:
             yield addresses.grpc
         finally:
             router.stop(0.0)

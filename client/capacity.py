@@ -21,7 +21,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import islice
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
     ) as error:
         print(f"baton: {error}", file=sys.stderr)
         return 2
-    except (SweepError, live.LiveError) as error:
+    except (SweepError, live.LiveError, calibrate.CalibrationError, calibrate.NotStarted) as error:
         print(f"baton: {error}", file=sys.stderr)
         return 1
 
@@ -374,15 +374,15 @@ def _sweep(options: argparse.Namespace) -> int:
         compared, given.traffics, given.objective, options.repeats, options.rates, compare_at=options.rate
     )
     out, began, started = _console(), time.monotonic(), datetime.now(UTC)
-    with ExitStack() as stack:
-        journal = _opened(stack, options.output)
+    with _opened(options.output) as journal, _progress(out) as on_progress:
         if is_live:
-            backend = stack.enter_context(live.backend(given.config, options.target, options.token))
+            measuring = live.backend(given.config, options.target, options.token)
         else:
-            backend = stack.enter_context(simulation(given.cost, options.jobs))
-        laboratory = Laboratory(backend, journal, stack.enter_context(_progress(out)))
-        workloads, rows = asyncio.run(sweep.sweep(experiment, laboratory, given.cost))
-        predicted = _predicted(stack, experiment, rows, given, options, journal) if is_live else ()
+            measuring = simulation(given.cost, options.jobs)
+        with measuring as backend:
+            laboratory = Laboratory(backend, journal, on_progress)
+            workloads, rows = asyncio.run(sweep.sweep(experiment, laboratory, given.cost))
+        predicted = _predicted(experiment, rows, given, options, journal) if is_live else ()
     predictions = sweep.compare(predicted, rows)
     notes = live.notes(given.config, [each.shape for each in compared]) if is_live else _notes(given)
     provenance = _provenance(options, given, started, time.monotonic() - began, options.backend, notes)
@@ -391,7 +391,6 @@ def _sweep(options: argparse.Namespace) -> int:
 
 
 def _predicted(
-    stack: ExitStack,
     experiment: Experiment,
     rows: Sequence[Row],
     given: _Given,
@@ -399,10 +398,10 @@ def _predicted(
     journal: Journal,
 ) -> tuple[Row, ...]:
     """The same rates and arrivals as were measured, simulated."""
-    backend = stack.enter_context(simulation(given.cost, options.jobs))
     rates = tuple(sorted({level.rate for row in rows for level in row.levels}))
     again = replace(experiment, rates=rates, compare_at=rates[0])
-    _, found = asyncio.run(sweep.sweep(again, Laboratory(backend, journal), given.cost))
+    with simulation(given.cost, options.jobs) as backend:
+        _, found = asyncio.run(sweep.sweep(again, Laboratory(backend, journal), given.cost))
     return found
 
 
@@ -414,10 +413,12 @@ def _plan(options: argparse.Namespace) -> int:
         raise CommandError("--write: needs a cluster file to copy")
     wish = Wish(given.config, given.model, given.traffics[0], given.objective, options.repeats, options.max_workers)
     out, began, started = _console(), time.monotonic(), datetime.now(UTC)
-    with ExitStack() as stack:
-        journal = _opened(stack, options.output)
-        backend = stack.enter_context(simulation(given.cost, options.jobs))
-        laboratory = Laboratory(backend, journal, stack.enter_context(_progress(out)))
+    with (
+        _opened(options.output) as journal,
+        simulation(given.cost, options.jobs) as backend,
+        _progress(out) as on_progress,
+    ):
+        laboratory = Laboratory(backend, journal, on_progress)
         found, sent, rows = asyncio.run(plan(wish, laboratory, given.cost))
     provenance = _provenance(options, given, started, time.monotonic() - began, "simulate", _notes(given))
     study = Study(provenance, given.objective, (sent,), rows, plan=found)
@@ -488,10 +489,8 @@ def _written(study: Study, directory: Path, out: Console) -> int:
     return 0
 
 
-def _opened(stack: ExitStack, directory: Path) -> Journal:
-    journal = Journal(directory / _POINTS)
-    stack.callback(journal.close)
-    return journal
+def _opened(directory: Path) -> closing[Journal]:
+    return closing(Journal(directory / _POINTS))
 
 
 def _provenance(

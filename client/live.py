@@ -54,10 +54,14 @@ class LiveError(Exception):
 @contextmanager
 def backend(config: ClusterConfig, target: str | None, token: str | None) -> Iterator[Backend]:
     """One point at a time: on the cluster at `target`, or else on one of our own for each shape."""
-    with ExitStack() as stack, ThreadPoolExecutor(1, "live") as executor:
-        host = stack.enter_context(_Local(config)) if target is None else _Remote(target, token)
-        # The machine is part of what results depend on; so is whose cluster it is.
-        yield Backend("live", Live(host, token), executor, [target, calibrate.machine()])
+    with ThreadPoolExecutor(1, "live") as executor:
+        host = _Local(config) if target is None else _Remote(target, token)
+        try:
+            # The machine is part of what results depend on; so is whose cluster it is.
+            yield Backend("live", Live(host, token), executor, [target, calibrate.machine()])
+        finally:
+            # By the thread that started it.
+            executor.submit(host.close).result()
 
 
 def num_cores() -> int:
@@ -83,6 +87,9 @@ class _Host:
         """Its address, and the roles that had to be changed for it."""
         raise NotImplementedError
 
+    def close(self) -> None:
+        """Ends what was started for it."""
+
 
 class _Local(_Host):
     """A cluster of our own, which lives as long as points of its shape are measured."""
@@ -93,10 +100,7 @@ class _Local(_Host):
         self._setup: ClusterSetup | None = None
         self._target = ""
 
-    def __enter__(self) -> _Local:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         self._running.close()
 
     def shaped(self, setup: ClusterSetup) -> tuple[str, tuple[RoleChange, ...]]:

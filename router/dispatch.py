@@ -16,7 +16,7 @@ import asyncio
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -25,6 +25,7 @@ from baton.router.config import RouterSettings
 from baton.router.load import LoadBook
 from baton.router.placement import Candidate, Placement, PlacementPolicy, PlacementQuery, WorkerView, can_serve, fork_at
 from baton.router.prefix_index import PrefixIndex
+from baton.router.standstill import SINKS, SOURCES, Standstill, lacking
 
 RATE_WINDOW_S = 10.0
 MIN_TIMER_S = 0.001
@@ -112,6 +113,7 @@ class DispatchQueue:
         # Not for forks: each waits for a worker of its own, and not at all if that cannot serve it.
         self._unserved_since: dict[Stage, float | None] = {Stage.START: now, Stage.DECODE: now, Stage.FORK: None}
         self._roles_seen: frozenset[Role] | None = None
+        self._standstills: dict[Stage, Standstill] = {}
         # Not later than the first deadline of those who wait; earlier after a removal, until the next look.
         self._next_deadline = math.inf
 
@@ -160,7 +162,7 @@ class DispatchQueue:
         for stage in (Stage.DECODE, Stage.START):
             while self._waiting[stage]:
                 ticket = self._waiting[stage][0]
-                placement = self._choose(ticket, views.values())
+                placement = self._place(ticket, views)
                 if placement is None:
                     break
                 self._take(ticket, placement, views, now)
@@ -284,17 +286,28 @@ class DispatchQueue:
             self._next_deadline = min((t.deadline for t in waiting if t.deadline is not None), default=math.inf)
         return decisions
 
-    def _choose(self, ticket: Ticket, views: Collection[WorkerView]) -> Placement | None:
-        query = ticket.query
-        decode = self._candidates(query, views, Role.DECODE)
+    def _place(self, ticket: Ticket, views: Mapping[str, WorkerView]) -> Placement | None:
+        """The policy's choice. One that nobody could take is not weighed again until that may have changed."""
+        query, standstill = ticket.query, self._standstills.get(ticket.stage)
+        if standstill is not None and standstill.number != ticket.number:
+            standstill = None
+        if standstill is not None and standstill.lasts(query, views, self._candidate):
+            return None
+        decode = self._candidates(query, views.values(), Role.DECODE)
         if ticket.stage is Stage.DECODE:
-            return self._policy.choose_decode(query, decode)
-        prefill = self._candidates(query, views, Role.COLOCATED)
-        if any(not candidate.view.draining for candidate in decode):
-            prefill += self._candidates(query, views, Role.PREFILL)
-        if self._settings.binding == "late":
-            return self._policy.choose_prefill(query, prefill)
-        return self._policy.choose(query, prefill, decode)
+            placement, roles = self._policy.choose_decode(query, decode), SINKS
+        else:
+            prefill = self._candidates(query, views.values(), Role.COLOCATED)
+            if any(not candidate.view.draining for candidate in decode):
+                prefill += self._candidates(query, views.values(), Role.PREFILL)
+            if self._settings.binding == "late":
+                placement = self._policy.choose_prefill(query, prefill)
+            else:
+                placement = self._policy.choose(query, prefill, decode)
+            roles = lacking(query, prefill, decode) if placement is None else SOURCES
+        if placement is None:
+            self._standstills[ticket.stage] = Standstill(ticket.number, roles, views)
+        return placement
 
     def _candidates(self, query: PlacementQuery, views: Collection[WorkerView], role: Role) -> list[Candidate]:
         return [self._candidate(query, view) for view in views if view.role is role]

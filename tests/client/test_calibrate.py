@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 from paper_model import PaperRunner, write_paper_tokenizer
 from small_cluster import SmallCluster
 
-from baton.capacity.calibrate import TooLittleData, UnlikeWorkers, origin_of
+from baton.capacity.calibrate import UnlikeWorkers, origin_of
 from baton.capacity.cost import CostModel, Source
 from baton.client import calibrate
-from baton.client.calibrate import Kind, Room, bursts
+from baton.client.calibrate import CalibrationError, Kind, Room, bursts
+from baton.client.cli import main
 from baton.proto.messages import Role
 from baton.proto.settings import ObservabilitySettings
-from baton.proto.step_log import StepLogFile, StepLogHeader
+from baton.proto.step_log import SUFFIX, StepLogFile, StepLogHeader
+from baton.router.config import RouterSettings
 
 STEP_S, TOKEN_S = 0.002, 0.0001
 
@@ -81,6 +83,28 @@ def test_workers_of_several_kinds_are_not_fitted_together():
         origin_of([_log(1), _log(2)], "here", "2026-11-30")
 
 
-def test_an_empty_directory_is_refused(tmp_path):
-    with pytest.raises(TooLittleData, match=r"observability\.step_log"):
-        calibrate.fitted(tmp_path)
+def test_notes_that_are_none_end_the_command_in_one_line(tmp_path, capsys):
+    output = tmp_path / "cost.json"
+    assert main(["capacity", "calibrate", "--logs", str(tmp_path), "-o", str(output)]) == 1
+    assert capsys.readouterr().err == (
+        f"baton: {tmp_path}: there is no step log: is observability.step_log set, and the directory the right one?\n"
+    )
+    (tmp_path / f"a{SUFFIX}").write_text("no log\n")
+    assert main(["capacity", "calibrate", "--logs", str(tmp_path), "-o", str(output)]) == 1
+    assert "line 1 is no line of a step log" in capsys.readouterr().err
+    assert not output.exists()
+
+
+async def test_a_load_that_is_not_served_ends_with_the_servers_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(calibrate, "_PROBES", 1)
+    # A probe is a step, 24 to 48 of them are more than a request may take.
+    async with SmallCluster(
+        write_paper_tokenizer(tmp_path / "paper"),
+        lambda: PaperRunner(num_blocks=1024, step_s=0.1),
+        router_settings=RouterSettings(port=0, request_timeout_s=2.0),
+    ) as cluster:
+        with pytest.raises(CalibrationError, match=f"{cluster.address} did not serve what it was sent: .+"):
+            await calibrate.drive(cluster.address, 4.0)
+        await cluster.at_rest()
+    with pytest.raises(CalibrationError, match="did not serve"):
+        await calibrate.drive(cluster.address, 4.0)

@@ -444,6 +444,9 @@ def test_no_worker_ever_holds_more_than_its_credit_and_nothing_stays_counted(
                     assert worker_id not in draining
                     num_tokens = 0 if leg is Leg.DECODE else decision.ticket.query.num_tokens
                     unsent[worker_id].append((decision.ticket.query.leg_id(leg), num_tokens))
+            # Whoever was passed over unweighed could not have been placed.
+            cluster.queue._standstills.clear()
+            assert cluster.advance() == []
         for each in workers:
             held = [num_tokens for _, num_tokens in each.received + unsent[each.worker_id] if num_tokens]
             assert sum(held) <= CREDIT or len(held) == 1
