@@ -292,10 +292,13 @@ def _check_alike(config: ClusterConfig) -> None:
     """KV moves between pools and a request may move to any, so what shapes KV and tokens is the same in all of them."""
     first = config.pools[0]
     for pool in config.pools:
-        for name in ("model", "dtype", "block_size"):
+        alike = ("model", "dtype", "block_size")
+        for name in (*alike, "tensor_parallel") if config.transfer.connector == "nccl" else alike:
             here, there = getattr(pool.engine, name), getattr(first.engine, name)
             if here != there:
                 problem = f"is {here!r}, but {there!r} in {_path(first.name)}: it must be the same in all pools"
+                if name == "tensor_parallel":
+                    problem += " with the connector nccl, which reads whole blocks"
                 raise ConfigError(f"{_path(pool.name)}.engine.{name}", problem)
     if first.engine.model != config.model:
         raise ConfigError(f"{SECTION}.model", f"is {config.model!r}, but {first.engine.model!r} in {_path(first.name)}")

@@ -128,7 +128,10 @@ class NcclConnector:
         if self._pool is None:
             raise ConnectorError("no pool is attached")
         place = PoolAddress.decode(pull.address)
-        place.require_match(self._pool, self.name)
+        if not place.require_match(self._pool, self.name, pull.heads).is_whole:
+            raise ConnectorError(
+                "this connector reads whole blocks: pools of unequal tensor_parallel need nixl or local"
+            )
         place.require_blocks(pull.source_blocks)
         self._pool.require_blocks(pull.destination_blocks)
         read = _Read.of(pull)
@@ -375,21 +378,20 @@ class _Peer:
             read.num_landed += len(piece.destination)
             if read.num_landed < len(read.destination):
                 return
-        reason = self._mismatch(read)
+        reason = ""
+        checksums: tuple[int, ...] = ()
+        try:
+            checksums = verify_checksum(self._pool, read.pull)
+        except ConnectorError as error:
+            reason = str(error)
         with self._lock:
             self._require_kept()
             self._reads.remove(read)
             if reason:
                 self._fail(read, reason, quiet=True)
             else:
-                self._outcomes.finished(read.pull.pull_id, len(read.destination) * self._pool.block_bytes)
-
-    def _mismatch(self, read: _Read) -> str:
-        try:
-            verify_checksum(self._pool, read.pull)
-        except ConnectorError as error:
-            return str(error)
-        return ""
+                num_bytes = len(read.destination) * self._pool.block_bytes
+                self._outcomes.finished(read.pull.pull_id, num_bytes, checksums)
 
     def _require_kept(self) -> None:
         if self._lost:

@@ -108,6 +108,17 @@ def test_every_head_lands_by_nixl_too(make_worker, outcome, way):
     check_moves(make_worker, outcome, "nixl", way, max_examples=6)
 
 
+def test_every_head_lands_by_nccl_between_equal_numbers_of_ranks(make_worker, outcome):
+    check_moves(make_worker, outcome, "nccl", (2, 2, 4), max_examples=3)
+
+
+def test_nccl_refuses_a_part_of_a_block(make_worker, outcome):
+    source, destination = (make_worker("nccl", size, whole_pool(4, 3)) for size in (1, 2))
+    told = outcome(destination.connector, Pull(1, "p", source.address, (5, 2), (0, 1)))
+    assert told.state is PullState.FAILED
+    assert "tensor_parallel" in told.reason
+
+
 @pytest.mark.parametrize("sizes", list(itertools.product(SIZES, SIZES)), ids=str)
 def test_a_checksum_catches_one_flipped_byte_of_any_head(make_worker, outcome, sizes):
     source, destination = (
