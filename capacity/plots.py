@@ -16,6 +16,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from baton.capacity.outcome import Slo
 from baton.capacity.study import Level, Prediction, Row, Study
@@ -315,14 +316,15 @@ def _drift(study: Study) -> Picture:
 
 
 def _predictions(predictions: Sequence[Prediction]) -> Picture:
-    figure = Figure(figsize=(7.6, 4.0), layout="constrained")
-    metrics = list(dict.fromkeys(each.metric.split()[0] for each in predictions))
-    panels = figure.subplots(1, len(metrics), squeeze=False)[0]
+    metrics = list(dict.fromkeys(_kind(each) for each in predictions))
+    figure = Figure(figsize=(7.6, 3.6 * math.ceil(len(metrics) / 2)), layout="constrained")
+    panels = figure.subplots(math.ceil(len(metrics) / 2), 2, squeeze=False).flatten()
+    for axes in panels[len(metrics) :]:
+        axes.remove()
+    panels = panels[: len(metrics)]
     labels = list(dict.fromkeys(each.label for each in predictions))
     for axes, metric in zip(panels, metrics, strict=True):
-        of_metric = [
-            each for each in predictions if each.metric.split()[0] == metric and each.measured > 0 < each.predicted
-        ]
+        of_metric = [each for each in predictions if _kind(each) == metric and each.measured > 0 < each.predicted]
         for index, label in enumerate(labels):
             points = [each for each in of_metric if each.label == label]
             look = {**_look(index), "linestyle": "none"}
@@ -336,12 +338,20 @@ def _predictions(predictions: Sequence[Prediction]) -> Picture:
             axes.fill_between(
                 ends, [end * 0.9 for end in ends], [end * 1.1 for end in ends], color=_GREY, alpha=0.15, lw=0
             )
+            axes.set(xlim=ends, ylim=ends)
         axes.set(xscale="log", yscale="log", title=metric, xlabel="measured" + _unit(metric))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set_minor_formatter(NullFormatter())
         axes.title.set_fontsize(10)
-    panels[0].set_ylabel("predicted")
+        axes.set_ylabel("predicted" + _unit(metric))
     handles, names = panels[0].get_legend_handles_labels()
     _outside(figure, handles, names)
-    caption = "The same arrivals, simulated and measured. On the line: no error. Grey: within 10 %."
+    caption = (
+        "The same arrivals, simulated and measured: median and 90th percentile of each latency. On the line: no "
+        "error. Grey: within 10 %."
+    )
     return Picture("prediction", "Predicted against measured", caption, figure)
 
 
@@ -407,6 +417,11 @@ def _drift_name(prompts: float, outputs: float) -> str:
         f"{name} {factor - 1:+.0%}" for name, factor in (("prompts", prompts), ("outputs", outputs)) if factor != 1
     ]
     return ", ".join(parts) or "as planned"
+
+
+def _kind(prediction: Prediction) -> str:
+    """The metric without its quantile."""
+    return prediction.metric.removesuffix(" p50").removesuffix(" p90")
 
 
 def _unit(metric: str) -> str:
