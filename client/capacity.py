@@ -72,7 +72,7 @@ class CommandError(ValueError):
 
 def main(arguments: Sequence[str]) -> int:
     """Runs `baton capacity ARGUMENTS`; returns its exit code: 1 for a failure, 2 for what was asked wrongly."""
-    options = _parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     options.words = list(arguments)
     try:
         code: int = options.command(options)
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
 # --- options --------------------------------------------------------------------------------------------------------
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="baton capacity", allow_abbrev=False, description="How many prefill and how many decode workers?"
     )

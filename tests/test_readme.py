@@ -17,6 +17,7 @@ from urllib.parse import unquote
 import pytest
 import yaml
 
+from baton.client import capacity
 from baton.client.cli import build_parser
 from baton.router import config
 
@@ -92,7 +93,10 @@ def subcommands(parser: argparse.ArgumentParser) -> set[str]:
 def test_a_command_line_parses(place: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     complaint = ""
     try:
-        build_parser().parse_args(words)
+        if words[0] == "capacity":
+            capacity.build_parser().parse_args(words[1:])
+        else:
+            build_parser().parse_args(words)
     except SystemExit as end:
         complaint = capsys.readouterr().err if end.code else ""
     assert complaint == "", f"{place}: baton {shlex.join(words)}"
