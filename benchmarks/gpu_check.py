@@ -2,7 +2,8 @@
 
     kernels     TB/s or TFLOP/s that each achieves, as part of what a copy and a matrix product achieve in the same run,
                 and beside torch (scaled_dot_product_attention on dense tensors; the plain kernels for the rest)
-    model       prefill and decode steps of a random 8B-shaped model
+    hand-off    KV from one process to another by NIXL, as part of what bare NIXL achieves
+    model       prefill and decode steps of a random 8B-shaped model, decode as recorded graphs
 
 With --dry-run nothing is measured: every case runs once at a small shape and is compared with its reference.
 """
@@ -28,6 +29,9 @@ from gpu_cases import Case, Result, cases
 from triton import knobs
 from triton_interpreter import compute_bfloat16_exactly
 
+from baton.kvtransfer.connector import ConnectorError
+from baton.proto.settings import TransferSettings
+
 _TESTS_S = 240
 _TEST_PROCESSES = 12  # what takes time is compiling, and that is one core each
 
@@ -49,6 +53,7 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="small shapes on the CPU, in Triton's interpreter")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/out"))
     parser.add_argument("--skip-tests", action="store_true", help="speed only")
+    parser.add_argument("--skip-handoff", action="store_true", help="without NIXL")
     parser.add_argument("--skip-model", action="store_true", help="kernels only")
     arguments = parser.parse_args()
     if arguments.dry_run != knobs.runtime.interpret:
@@ -64,6 +69,8 @@ def main() -> int:
         if not arguments.skip_tests:
             lines += [_tests("on_device.py"), _tests("on_device_sampler.py")]
         lines += _measured(cases(torch.device("cuda"), small=False))
+    if not arguments.skip_handoff:
+        lines += _handoff(arguments.dry_run)
     if not arguments.skip_model:
         lines += _model(arguments.dry_run)
     print(_table(lines))
@@ -131,6 +138,28 @@ def _model(dry_run: bool) -> list[Line]:
         write_checkpoint(Path(folder), shape)
         speeds = measure(Path(folder), shape, "cpu" if dry_run else "cuda", rounds=1 if dry_run else 10)
     return [Line(f"model: {s.name}", "ok", s.step_ms, f"{s.tokens_s:.0f} tokens/s") for s in speeds]
+
+
+def _handoff(dry_run: bool) -> list[Line]:
+    """KV from one process's pool to another's by the NIXL connector: both on the GPU, or both on the CPU."""
+    from kv_pull import between_processes
+
+    settings = TransferSettings(connector="nixl")
+    mib, rounds, device = (2, 1, "cpu") if dry_run else (1024, 7, "cuda")
+    try:
+        results = between_processes(settings, mib, [1, 64], rounds, device)
+    except (ConnectorError, RuntimeError, TimeoutError) as error:
+        return [Line("hand-off", f"FAIL: {error}")]
+    return [
+        Line(
+            f"hand-off: {mib} MiB, {device} to {device}, runs of {result.run_blocks}",
+            "ok",
+            mib * 2**20 / result.pull_gb_s / 1e6,
+            f"{result.pull_gb_s:.2f} GB/s",
+            result.pull_gb_s / result.raw_gb_s,
+        )
+        for result in results
+    ]
 
 
 def _table(lines: Sequence[Line]) -> str:

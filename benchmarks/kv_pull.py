@@ -6,7 +6,7 @@ both sides. Each round measures every way once, so that a busy machine slows all
     pull    the connector: pull() until SETTLED
     raw     nixl: one post of all blocks by an agent of its own, asked for its state without rest
             nccl: as many bytes over a gloo group of its own, in messages of 4 MiB, from one place to one place
-    copy    numpy, both sides in this process
+    copy    both sides in this process: numpy; on a GPU one copy of all blocks
 
     python benchmarks/kv_pull.py [--connector nccl] [--transport tcp] [--checksums always] [--json]
 """
@@ -162,15 +162,17 @@ def main() -> None:
         show(results, options)
 
 
-def between_processes(settings: TransferSettings, mib: int, runs: list[int], rounds: int) -> list[Result]:
-    """From a process that is started for it."""
+def between_processes(
+    settings: TransferSettings, mib: int, runs: list[int], rounds: int, device: str = "cpu"
+) -> list[Result]:
+    """From a process that is started for it; both pools lie on the device."""
     num_blocks = max(1, (mib << 20) // block_bytes())
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    source = spawn.Process(target=lend, args=(theirs, settings, num_blocks), daemon=True)
+    source = spawn.Process(target=lend, args=(theirs, settings, num_blocks, device), daemon=True)
     source.start()
     try:
-        return measure(ours, settings, num_blocks, runs, rounds)
+        return measure(ours, settings, num_blocks, runs, rounds, device)
     finally:
         source.kill()
         source.join(START_WAIT_S)
@@ -180,10 +182,10 @@ def block_bytes() -> int:
     return int(np.prod(BLOCK_SHAPE)) * torch.bfloat16.itemsize
 
 
-def lend(answer: Connection, settings: TransferSettings, num_blocks: int) -> None:
+def lend(answer: Connection, settings: TransferSettings, num_blocks: int, device: str) -> None:
     """The source process: lends its whole pool until it is killed."""
     connector = open_connector(settings)
-    pool = KvPool(torch.ones((num_blocks, *BLOCK_SHAPE), dtype=torch.bfloat16), DEMO)
+    pool = KvPool(torch.ones((num_blocks, *BLOCK_SHAPE), dtype=torch.bfloat16, device=device), DEMO)
     address = connector.attach(pool)
     answer.send((address, connector.export("all", tuple(range(num_blocks)))))
     raw: BareGloo | None = None
@@ -198,10 +200,10 @@ def lend(answer: Connection, settings: TransferSettings, num_blocks: int) -> Non
 
 
 def measure(
-    source: Connection, settings: TransferSettings, num_blocks: int, runs: list[int], rounds: int
+    source: Connection, settings: TransferSettings, num_blocks: int, runs: list[int], rounds: int, device: str
 ) -> list[Result]:
     connector = open_connector(settings)
-    pool = KvPool(torch.zeros((num_blocks, *BLOCK_SHAPE), dtype=torch.bfloat16), DEMO)
+    pool = KvPool(torch.zeros((num_blocks, *BLOCK_SHAPE), dtype=torch.bfloat16, device=device), DEMO)
     connector.attach(pool)
     if not source.poll(START_WAIT_S):
         raise TimeoutError(f"the source process has not started within {START_WAIT_S} s")
@@ -228,7 +230,11 @@ def measure(
 
     def copy(sources: tuple[int, ...], destinations: tuple[int, ...], crc: int) -> float:
         began = time.perf_counter()
-        copy_runs(raw_pool.tensor, pool.tensor, coalesce(sources, destinations))
+        if device == "cpu":
+            copy_runs(raw_pool.tensor, pool.tensor, coalesce(sources, destinations))
+        else:
+            pool.tensor.copy_(raw_pool.tensor)
+            torch.cuda.synchronize()
         return time.perf_counter() - began
 
     numbers = iter(range(1 << 30))
