@@ -5,12 +5,12 @@ Owns: the numbering, and the names that blocks get by it. Refuses to know: text,
 A token's number tells who first had it, and its position:
 
     request 7   | shared by all | as the session's request before it | its own              | output
-    numbers     | position      | those of that request              | base of 7 + position | one more for each
+    numbers     | 1 + position  | those of that request              | base of 7 + position | 0, meant as the same
 
 A replayed prompt begins with blocks that have ids; their numbers are below 0, so they meet none of the others.
 
-So the last token of a block names all tokens up to there, and nothing has to be hashed. Tokens within a block of a
-prompt that nobody will ever look at are all 0.
+So the last token of a block names all tokens up to there, and nothing has to be hashed. Of a prompt, only the last
+token of each block and of the whole have numbers; the others, at which nobody will ever look, are 0.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from baton.capacity.workload import Arrival
 
 STRIDE = 1 << 28
 """More positions than a sequence can have."""
+OUTPUT_TOKEN = 0
+"""Whatever a request generates: its place among the tokens says all that there is to know."""
 _MAX_SESSIONS = 8192
 
 
@@ -71,7 +73,7 @@ class Prompts:
                 if stretch.end >= reused:
                     break
         elif shared:
-            begin.append(_Stretch(0, shared))
+            begin.append(_Stretch(1, shared))
         elif arrival.blocks:
             # An id stands for its block and all that is before it, as in the traces that have them.
             ends = (min(number * arrival.block_tokens, length - 1) for number in range(1, len(arrival.blocks) + 1))
@@ -81,9 +83,30 @@ class Prompts:
 
 def extend_names(names: list[Hashable], token_ids: Sequence[int], block_size: int, salt: str, adapter: str) -> None:
     """Appends the names of those full blocks of `token_ids` that `names` lacks."""
-    names.extend(token_ids[(len(names) + 1) * block_size - 1 :: block_size])
+    known = len(names)
+    names.extend(token_ids[(known + 1) * block_size - 1 :: block_size])
+    if len(names) == known or names[-1] != OUTPUT_TOKEN:
+        return
+    for index in range(known, len(names)):
+        if names[index] == OUTPUT_TOKEN:
+            end = (index + 1) * block_size - 1
+            names[index] = _number(token_ids, end - block_size + 1, end) or _following(names[index - 1], block_size)
+
+
+def _number(token_ids: Sequence[int], first: int, end: int) -> int:
+    """The number of the output token at `end`, if the prompt's last token is at `first` or later; else 0."""
+    block = token_ids[first:end]
+    last = max(block, default=OUTPUT_TOKEN)
+    return last + (end - first) - block.index(last) if last != OUTPUT_TOKEN else 0
+
+
+def _following(name: Hashable, block_size: int) -> int:
+    assert isinstance(name, int)
+    return name + block_size
 
 
 def block_names(token_ids: tuple[int, ...], block_size: int) -> tuple[Hashable, ...]:
     """The names of all full blocks."""
-    return token_ids[block_size - 1 :: block_size]
+    names: list[Hashable] = []
+    extend_names(names, token_ids, block_size, "", "")
+    return tuple(names)

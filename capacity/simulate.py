@@ -105,7 +105,10 @@ def _check(setup: ClusterSetup) -> None:
 
 
 class _Seat:
-    """One worker's place, and who sits there: nobody after a failure. A draining one is not taken again."""
+    """One worker's place, and who sits there: nobody after a failure. A draining one is not taken again.
+
+    `unheard`: what the router has yet to hear of the last one. `changing`: one drain or change of role at a time.
+    """
 
     def __init__(self, worker_id: str, pool: str, setup: PoolSetup) -> None:
         self.worker_id = worker_id
@@ -116,6 +119,8 @@ class _Seat:
         self.worker: VirtualWorker | None = None
         self.draining = False
         self.leaving = False
+        self.changing = asyncio.Lock()
+        self.unheard: Callable[[], None] | None = None
 
 
 class _Cluster:
@@ -158,7 +163,8 @@ class _Cluster:
         return seat
 
     def _open(self, seat: _Seat) -> None:
-        """A worker begins to serve, with an empty cache."""
+        """A worker begins to serve, with an empty cache. By now the router knows that the one before is gone."""
+        self._hear(seat)
         setup, scheduler = self.setup, seat.setup.scheduler
         seat.incarnations += 1
         incarnation = f"{seat.worker_id}/{seat.incarnations}"
@@ -206,7 +212,7 @@ class _Cluster:
             case WorkerFails():
                 self._fail(self._seats[event.worker_id], event)
             case WorkerDrains():
-                self._start(self._drain(self._seats[event.worker_id]))
+                self._start(self._go(self._seats[event.worker_id]))
             case RoleChanges():
                 self._start(self._change_role(self._seats[event.worker_id], event))
             case PoolResizes():
@@ -219,11 +225,15 @@ class _Cluster:
         if seat.worker is None:
             return
         worker, seat.worker = seat.worker, None
-        batches = worker.close()
-        heard_s = self.loop.time() + self.cost.routing.report_delay_s
-        self.loop.at(heard_s, partial(self._lose, worker, batches, "the process died"))
+        seat.unheard = partial(self._lose, worker, worker.close(), "the process died")
+        self.loop.at(self.loop.time() + self.cost.routing.report_delay_s, partial(self._hear, seat))
         if event.back_after_s is not None:
-            self.loop.at(max(heard_s, event.at_s + event.back_after_s), partial(self._come_back, seat))
+            self.loop.at(event.at_s + event.back_after_s, partial(self._come_back, seat))
+
+    def _hear(self, seat: _Seat) -> None:
+        unheard, seat.unheard = seat.unheard, None
+        if unheard is not None:
+            unheard()
 
     def _lose(self, worker: VirtualWorker, batches: list[TokenBatch], reason: str) -> None:
         """The router hears the last of a worker."""
@@ -234,6 +244,10 @@ class _Cluster:
     def _come_back(self, seat: _Seat) -> None:
         if seat.worker is None and not seat.draining:
             self._open(seat)
+
+    async def _go(self, seat: _Seat) -> None:
+        async with seat.changing:
+            await self._drain(seat)
 
     async def _drain(self, seat: _Seat) -> None:
         """As the live fleet does: nothing new, then what does not end in time moves. Nobody sits there afterwards."""
@@ -255,26 +269,27 @@ class _Cluster:
             self._lose(worker, worker.close(), "closed by the router")
 
     async def _change_role(self, seat: _Seat, event: RoleChanges) -> None:
-        before, asked_s = seat.role, self.loop.time()
-        await self._drain(seat)
-        drained_s = self.loop.time()
-        await asyncio.sleep(event.change_s)
-        if seat.leaving:
-            return
-        seat.role, seat.draining = event.role, False
-        self._open(seat)
-        now = self.loop.time()
-        self.role_changes.append(
-            RoleChange(seat.worker_id, before, event.role, asked_s, drained_s - asked_s, now - asked_s)
-        )
+        async with seat.changing:
+            before, asked_s = seat.role, self.loop.time()
+            await self._drain(seat)
+            drained_s = self.loop.time()
+            await asyncio.sleep(event.change_s)
+            if seat.leaving:
+                return
+            seat.role, seat.draining = event.role, False
+            self._open(seat)
+            now = self.loop.time()
+            self.role_changes.append(
+                RoleChange(seat.worker_id, before, event.role, asked_s, drained_s - asked_s, now - asked_s)
+            )
 
     def _resize(self, event: PoolResizes) -> None:
         seats = [seat for seat in self._seats.values() if seat.pool == event.pool and not seat.leaving]
         for _ in range(event.size - len(seats)):
-            self.loop.at(self.loop.time() + event.start_s, partial(self._open, self._new_seat(event.pool)))
+            self.loop.at(self.loop.time() + event.start_s, partial(self._come_back, self._new_seat(event.pool)))
         for seat in seats[event.size :]:
             seat.leaving = True
-            self._start(self._drain(seat))
+            self._start(self._go(seat))
 
     # --- what came of it --------------------------------------------------------------------------------------------
 

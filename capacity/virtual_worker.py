@@ -9,8 +9,8 @@ Refuses to know: what is decided (the scheduler's and the router's business) and
           +--> commands -> plan -> revoke, reserve ......................... commit -> report --+
           +------------------------------ (idle: wait for a command) <--------------------------+
 
-Tokens come one by one; the router hears of a leg's first and, when it ends in whatever way, of the others in one batch:
-nothing between is decided by a token.
+Tokens come one by one, and nobody looks at them as long as all who had one have one again. The router hears of a leg's
+first and, when it ends in whatever way, of the others in one batch: nothing between is decided by a token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from random import Random
 
 from baton.capacity.cost import CostModel
 from baton.capacity.outcome import Histogram
-from baton.capacity.prompts import extend_names
+from baton.capacity.prompts import OUTPUT_TOKEN, extend_names
 from baton.capacity.token_gaps import Reader, TokenGaps
 from baton.capacity.virtual_handoff import Exchange, Landed, Lender, MovedBytes, Receiver
 from baton.capacity.virtual_loop import VirtualLoop
@@ -41,7 +41,7 @@ from baton.proto.messages import (
 from baton.router.legs import Mailbox
 from baton.scheduler.account import summarize
 from baton.scheduler.load import load_report
-from baton.scheduler.plan import Step, StepResult
+from baton.scheduler.plan import Emitted, Progressed, Step, StepResult
 from baton.scheduler.scheduler import Refusal, Scheduler, SchedulerConfig
 from baton.scheduler.sequence import Sequence, State
 
@@ -202,6 +202,7 @@ class VirtualWorker:
         self._legs: dict[str, _LegRecord] = {}
         self._inbox: list[Callable[[], None]] = []
         self._busy = False
+        self._last_sequences: list[Sequence] = []
         self._turn_is_due = False
         self._gone = False
         self._batches: list[TokenBatch] = []
@@ -327,37 +328,45 @@ class VirtualWorker:
     def _end_step(self, step: Step) -> None:
         if self._gone:
             return
-        now = self.loop.time()
-        token_ids = [sequence.token_ids[-1] + 1 if samples else -1 for sequence, _, _, samples in step.chunks]
-        events = self.scheduler.commit(step, StepResult(token_ids), now)
+        now, number = self.loop.time(), len(step.chunks)
+        num_finished = self.scheduler.counters.requests_finished
+        events = self.scheduler.commit(step, StepResult([OUTPUT_TOKEN] * number), now)
         self._busy = False
         self._news = True
-        gaps, lender = self._gaps, self._lender
-        in_stride, others = [], []
-        for event in events:
-            if len(event) == 2:
-                if lender is not None and event[0].state is State.RUNNING:
-                    lender.progressed(event[0], event[1])
-            elif event[0] in gaps:
-                in_stride.append(event)
-            else:
-                others.append(event)
-        if len(in_stride) < gaps.num_in_stride:
-            speaking = {event[0] for event in in_stride}
-            for sequence in [each for each in gaps.members if each not in speaking]:
-                gaps.leave(sequence)
-        gaps.step(now, len(in_stride))
-        for event in in_stride:
-            if event[2] is not None:
-                self._finished(event[0], event[2], now)
-        for event in others:
-            self._spoke(event[0], event[2], now)
+        sequences = [chunk[0] for chunk in step.chunks]
+        all_go_on = sequences == self._last_sequences and num_finished == self.scheduler.counters.requests_finished
+        if all_go_on and step.num_tokens == number == self._gaps.num_in_stride:
+            self._gaps.step(now, number)
+        else:
+            self._hear(events, now)
+            self._last_sequences = sequences
         self._flush(now)
         if self._inbox:
             commands, self._inbox = self._inbox, []
             for command in commands:
                 command()
         self._turn()
+
+    def _hear(self, events: list[Emitted | Progressed], now: float) -> None:
+        """Takes in the events of a step in which somebody begins, ends or falls out."""
+        gaps = self._gaps
+        in_stride: list[Emitted] = []
+        others: list[Emitted] = []
+        for event in events:
+            if isinstance(event, Emitted):
+                (in_stride if event.sequence in gaps else others).append(event)
+            elif self._lender is not None and event.sequence.state is State.RUNNING:
+                self._lender.progressed(event.sequence, event.num_tokens)
+        if len(in_stride) < gaps.num_in_stride:
+            speaking = {event.sequence for event in in_stride}
+            for sequence in [each for each in gaps.members if each not in speaking]:
+                gaps.leave(sequence)
+        gaps.step(now, len(in_stride))
+        for event in in_stride:
+            if event.finish is not None:
+                self._finished(event.sequence, event.finish, now)
+        for event in others:
+            self._spoke(event.sequence, event.finish, now)
 
     def _spoke(self, sequence: Sequence, finish: FinishReason | None, now: float) -> None:
         """A leg's first token, or its first after a pause."""

@@ -242,7 +242,8 @@ class DispatchQueue:
         self._load.book(ticket.query, placement)
         for leg in placement.legs():
             self._index.record(leg.worker_id, ticket.query.prefix_hashes)
-            views[leg.worker_id] = self._load.standing(leg.worker_id)
+            if self._num_waiting:
+                views[leg.worker_id] = self._load.standing(leg.worker_id)
         if ticket.stage is Stage.START:
             self._left.append(_Left(now, ticket.query.num_tokens))
             self._forget_old(now)

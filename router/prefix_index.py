@@ -14,8 +14,8 @@ is left of a chain is a prefix of it:
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from itertools import islice
 
 DEFAULT_BLOCKS_PER_WORKER = 65_536
 
@@ -26,7 +26,7 @@ class PrefixIndex:
     def __init__(self, blocks_per_worker: int = DEFAULT_BLOCKS_PER_WORKER) -> None:
         self._blocks_per_worker = blocks_per_worker
         self._num_blocks: dict[str, int] = {}
-        self._held: dict[str, OrderedDict[Hashable, None]] = {}
+        self._held: dict[str, dict[Hashable, None]] = {}  # next to be forgotten comes first
 
     def expect(self, worker_id: str, num_blocks: int) -> None:
         """The worker's pool has this many blocks: it cannot have cached more."""
@@ -34,14 +34,13 @@ class PrefixIndex:
 
     def record(self, worker_id: str, hashes: Sequence[Hashable]) -> None:
         """The worker is about to have these blocks, the chain from its first block on."""
-        held = self._held.setdefault(worker_id, OrderedDict())
+        held = self._held.setdefault(worker_id, {})
         most = self._num_blocks.get(worker_id, self._blocks_per_worker)
-        num_held = self.match(worker_id, hashes)
-        held.update(dict.fromkeys(reversed(hashes[num_held:most])))
-        for block_hash in reversed(hashes[: min(num_held, most)]):
-            held.move_to_end(block_hash)
-        while len(held) > most:
-            held.popitem(last=False)
+        for block_hash in hashes[: min(self.match(worker_id, hashes), most)]:
+            del held[block_hash]
+        held.update(dict.fromkeys(reversed(hashes[:most])))
+        for block_hash in list(islice(held, max(0, len(held) - most))):
+            del held[block_hash]
 
     def match(self, worker_id: str, hashes: Sequence[Hashable]) -> int:
         """Number of leading blocks of the chain that the worker probably has."""

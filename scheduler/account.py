@@ -5,8 +5,6 @@ Owns: which moments of a sequence each stage lies between. Refuses to know: cloc
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from baton.proto.messages import Leg, LegSummary, StageTimes
 from baton.scheduler.sequence import Sequence
 
@@ -37,9 +35,8 @@ def summarize(
         times = StageTimes(
             prefill_queue=sequence.first_run_s - sequence.added_s,
             prefill_compute=first_token_s - sequence.first_run_s,
+            decode=now - first_token_s if sequence.leg is Leg.WHOLE else 0.0,
         )
-        if sequence.leg is Leg.WHOLE:
-            times = replace(times, decode=now - first_token_s)
     return LegSummary(
         times=times,
         cached_tokens=sequence.num_cached_tokens,

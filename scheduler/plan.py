@@ -57,6 +57,8 @@ class Step:
     reserved: list[Sequence] = field(default_factory=list)
 
     def work(self) -> StepWork:
+        if self.num_tokens == len(self.chunks):
+            return StepWork(0, 0, self.num_tokens, self.num_tokens + sum([chunk[1] for chunk in self.chunks]))
         pairs = decode_sequences = kv_tokens = 0
         for _, start, num_tokens, _ in self.chunks:
             if num_tokens == 1:

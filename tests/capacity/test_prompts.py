@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.capacity.prompts import Prompts, block_names, extend_names
+from baton.capacity.prompts import OUTPUT_TOKEN, Prompts, block_names, extend_names
 from baton.capacity.workload import Arrival
 
 BLOCK = 4
@@ -63,8 +63,7 @@ def test_names_that_are_extended_are_those_of_the_whole_and_outputs_share_none(
     for number, arrival in enumerate(arrivals):
         tokens = list(prompts.token_ids(arrival))
         num_prompt_blocks = len(tokens) // BLOCK
-        for _ in range(num_output):
-            tokens.append(tokens[-1] + 1)
+        tokens.extend([OUTPUT_TOKEN] * num_output)
         names: list[object] = []
         extend_names(names, tokens[:cut], BLOCK, "", "")
         extend_names(names, tokens, BLOCK, "", "")
