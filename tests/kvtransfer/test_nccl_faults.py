@@ -29,7 +29,7 @@ from baton.kvtransfer.channel import (
     Welcome,
 )
 from baton.kvtransfer.connector import Pull, PullState, TransportUnavailable, open_connector
-from baton.kvtransfer.lane import READER, open_lane
+from baton.kvtransfer.lane import NUM_SLOTS, READER, open_lane
 from baton.proto.settings import TransferSettings
 
 SETTLES_WITHIN_S = 2.0
@@ -303,10 +303,11 @@ def test_a_reader_that_says_nothing_is_hung_up_on(read_by_hand, still_serves):
     still_serves()
 
 
-def test_a_reader_that_takes_nothing_is_hung_up_on_and_delays_nobody(read_by_hand, still_serves):
+@pytest.mark.parametrize("num_requests", [1, NUM_SLOTS + 1])
+def test_a_reader_that_takes_nothing_is_hung_up_on_and_delays_nobody(read_by_hand, still_serves, num_requests):
     reader = read_by_hand()
     lane = reader.open()
-    for number in range(4):
+    for number in range(num_requests):
         reader.channel.send(Request(number, (number,)))
     still_serves()
     assert reader.ended()
