@@ -53,6 +53,8 @@ def main() -> int:
     unknown = [case for case in arguments.cases if case not in CASES]
     if unknown or arguments.rounds < 0:
         parser.error(f"unknown case {unknown[0]!r}: {', '.join(CASES)}" if unknown else "--rounds must not be negative")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     if arguments.rows_of is not None:
         for row in _rows(arguments):
             with arguments.json.open("a") as file:
@@ -134,15 +136,19 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
     try:
         return process.wait(CASE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
+        return -1
+    finally:
         process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             process.wait(END_S)
-        return -1
-    except KeyboardInterrupt:
-        process.wait(END_S)  # the terminal has told it too
-        raise
-    finally:
         process.kill()
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """The first one ends the run in order; what comes while servers are ended must not cut that short."""
+    for again in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(again, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _peers(arguments: argparse.Namespace) -> Peers | None:

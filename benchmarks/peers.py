@@ -94,6 +94,9 @@ class Peers:
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+            # On CPU this version cannot load what it has compiled ahead of time, and would compile at every start. The
+            # code that runs is the same.
+            "VLLM_USE_AOT_COMPILE": "0",
             "VLLM_CPU_OMP_THREADS_BIND": str(core),
             **({"LD_PRELOAD": os.pathsep.join(self.preload)} if preload and self.preload else {}),
             **more,
