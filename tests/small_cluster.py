@@ -196,6 +196,13 @@ class SmallCluster:
 
     # --- what tests ask
 
+    def promise_room(self) -> None:
+        """Makes the router believe that every worker has room for any KV, as if the reports of full ones were late."""
+        book = self.router.book
+        book._view = lambda worker, view=book._view: replace(view(worker), free_kv_tokens=10**6)
+        for worker in book._workers.values():
+            worker.standing = None
+
     async def at_rest(self, timeout_s: float = 5.0) -> None:
         """Waits until no block of any pool is held, lent or quarantined; then every scheduler checks itself."""
         deadline = asyncio.get_running_loop().time() + timeout_s

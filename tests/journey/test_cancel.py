@@ -147,10 +147,7 @@ class TestCancelled:
             long = asyncio.create_task(answer(small.inference, request(PROMPT[:600], 300)))
             await until(lambda: State.RUNNING in states(decode))
             # The router would not send it while decode is full: the worker's own rule is what is tested here.
-            small.router.book.views = lambda now, role=None, views=small.router.book.views: [
-                type(view)(**{name: getattr(view, name) for name in view.__slots__} | {"free_kv_tokens": 10**6})
-                for view in views(now, role)
-            ]
+            small.promise_room()
             call = small.inference.Generate(request(PROMPT[40:], 50, request_id="victim"), timeout=60)
             await until(lambda: State.EXPORTED in states(prefill) and State.WAITING in states(decode))
             if how == "disconnect":

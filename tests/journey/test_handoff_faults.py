@@ -166,10 +166,7 @@ async def test_a_lease_outlives_its_time_while_the_decode_worker_waits_for_room(
         prefill, decode = small.seats["prefill-0"], small.seats["decode-0"]
         long = asyncio.create_task(answer(small.inference, request(PROMPT[:600], 300)))
         await until(lambda: State.RUNNING in states(decode))
-        views = small.router.book.views
-        small.router.book.views = lambda now, role=None: [
-            replace(view, free_kv_tokens=10**6) for view in views(now, role)
-        ]
+        small.promise_room()
         second = asyncio.create_task(answer(small.inference, request(PROMPT[40:], 20)))
         await until(lambda: State.EXPORTED in states(prefill))
         assert (await long).tokens == paper_output(PROMPT[:600], 300)
