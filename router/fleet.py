@@ -286,9 +286,12 @@ class RouterHost:
         """Blocks until the router serves; returns its addresses."""
         return self._outcome.result()
 
-    def incident(self, timeout_s: float) -> str:
-        """The next thing that a person at the terminal should know; empty if nothing happens in that time."""
-        return self._thread.start(self._incident(timeout_s)).result()
+    async def incident(self, timeout_s: float) -> str:
+        """The next thing that a person at the terminal should know; empty if nothing happens in that time.
+
+        Ray runs methods that are no coroutines one after the other here, so one that waits would hold up `drain`.
+        """
+        return await asyncio.wrap_future(self._thread.start(self._incident(timeout_s)))
 
     async def _incident(self, timeout_s: float) -> str:
         if not isinstance(self._fleet, Fleet):
