@@ -26,7 +26,7 @@ from typing import Any
 
 from bars import Better, Measure, Row
 from case import Options
-from clusters import local_ray, pin_workers, serving, shape
+from clusters import local_ray, pin_workers, serving, shape, worker_pids
 from peers import KV_GIB, MAX_MODEL_LEN, SERVER_BUDGET, Servers, vllm_servers
 
 from baton.capacity import workload
@@ -141,7 +141,10 @@ def rows(options: Options) -> Iterator[Row]:
             for number in range(options.rounds_or(3)):
                 with serving(_cluster(options.model)) as addresses:
                     pin_workers(addresses.grpc, options.cores)
+                    pids = worker_pids(addresses.grpc)
                     _measure(f"http://{addresses.http}", "ours", loads, number, found)
+                    if worker_pids(addresses.grpc) != pids:
+                        raise RuntimeError("a worker of ours was restarted: its figures are not those of two cores")
                 for name, servers in peers.items():
                     servers.resume()
                     _measure(servers.url, name, loads, number, found)

@@ -108,10 +108,15 @@ def workers(status: cluster.ClusterStatus, role: Role | None = None) -> list[clu
 
 def pin_workers(address: str, cores: Sequence[int]) -> None:
     """Each worker to a core of its own, in the order of their roles' names backwards: prefill before decode."""
+    for index, pid in enumerate(worker_pids(address)):
+        pin(pid, {cores[index % len(cores)]})
+
+
+def worker_pids(address: str) -> list[int]:
+    """In that order; another list than before tells that a worker was restarted."""
     with Client(address) as client:
         found = sorted(workers(client.status()), key=lambda worker: worker.role, reverse=True)
-    for index, worker in enumerate(found):
-        pin(worker.pid, {cores[index % len(cores)]})
+    return [worker.pid for worker in found]
 
 
 def unrest(status: cluster.ClusterStatus) -> list[str]:
