@@ -22,7 +22,7 @@ import torch
 
 from baton.engine.native import NativeDecoder
 from baton.engine.runner import Runner
-from baton.kernels.cpu.library import LayerWeights, Packed
+from baton.kernels.cpu.library import LargePages, LayerWeights, Packed
 from baton.proto.messages import Request, Sampling
 from baton.proto.settings import EngineSettings
 from baton.scheduler.plan import Chunk, Step
@@ -120,7 +120,7 @@ def limit(decoder: NativeDecoder, rows: int, clock: Callable[[], float]) -> floa
     cpu, layers = decoder.cpu, decoder.model.layers
     if rows == 1:
         weight_bytes = sum(w.data.nbytes for layer in layers for w, _ in _products(layer)) + decoder.head.data.nbytes
-        memory = torch.ones(READ_BYTES // 4)
+        memory = LargePages().take(READ_BYTES).view(torch.float32).fill_(1.0)
         return READ_BYTES / _fastest(memory.sum, STEPS, clock) / weight_bytes
     inputs = {w.depth: torch.randn(rows, w.depth).bfloat16() for w, _ in _products(layers[0])}
 
@@ -129,7 +129,7 @@ def limit(decoder: NativeDecoder, rows: int, clock: Callable[[], float]) -> floa
             for weight, bias in _products(layer):
                 cpu.linear(inputs[weight.depth], weight, bias)
         scored = rows if rows in BATCHES else 1
-        cpu.scores(inputs[decoder.head.depth][:scored], decoder.head)
+        cpu.scores(inputs[decoder.head.depth][:scored], decoder.head, decoder.memory)
 
     return rows / _fastest(products, 2, clock)
 

@@ -73,7 +73,7 @@ def html(study: Study, pictures: Sequence[plots.Picture]) -> str:
     ]
     if study.predictions:
         parts.append(_predictions(study))
-    parts += [_provenance(study), _words(study), "</html>"]
+    parts += [_role_changes(study), _provenance(study), _words(study), "</html>"]
     return "\n".join(parts)
 
 
@@ -277,6 +277,25 @@ def _predictions(study: Study) -> str:
     )
     head = "<tr><th>configuration<th>requests/s<th>figure (s)<th>predicted<th>measured<th>error"
     return f"<details><summary>Every predicted figure</summary><table>{head}{rows}</table></details>"
+
+
+def _role_changes(study: Study) -> str:
+    rows = [
+        f"<tr><td>{escape(row.label)}<td>{escape(change.worker_id)}<td>{change.before.value}<td>{change.after.value}"
+        f"<td>{change.drain_s:.3f}<td>{change.total_s:.3f}"
+        for row in study.rows
+        for level in row.levels
+        for run in level.runs
+        for change in run.role_changes
+    ]
+    if not rows:
+        return ""
+    head = "<tr><th>configuration<th>worker<th>from<th>to<th>at rest<br>after (s)<th>serves<br>after (s)"
+    return (
+        "<h2>Changes of role</h2><p>Workers that took another role for a configuration, without a restart of their "
+        "processes: how long until their requests had ended or moved, and until they served again.</p>"
+        f"<table>{head}{''.join(rows)}</table>"
+    )
 
 
 def _provenance(study: Study) -> str:

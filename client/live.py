@@ -1,10 +1,10 @@
 """Points of a sweep measured on real workers: a cluster is brought into shape, loaded and watched.
 
-Owns: re-shaping a running cluster, or a cluster of our own for each shape on this machine; the load, by `client.bench`;
+Owns: re-shaping a running cluster, somebody's or one of our own on this machine; the load, by `client.bench`;
 what status and timelines say, in the words of `capacity.outcome`.
 Refuses to know: which points there are, and what their figures mean.
 
-    shape    a surplus worker becomes what is missing (SetRole); where the server cannot do that, pools are scaled
+    shape    pools are scaled until there are as many workers, then surplus ones become what is missing (SetRole)
     load     the very arrivals that a simulated point gets, sent at their times
     account  timelines of requests; counters of workers before and after, and their load twice a second in between.
              Busy time is steps times their smoothed length, so it is an estimate
@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
+from typing import Protocol
 
 from baton.capacity.cluster import ClusterSetup
 from baton.capacity.grid import Shape
@@ -80,51 +81,60 @@ def notes(config: ClusterConfig, shapes: Sequence[Shape]) -> Iterator[str]:
         )
 
 
-class _Host:
+class _Host(Protocol):
     """Where a cluster of a wanted shape is."""
 
     def shaped(self, setup: ClusterSetup) -> tuple[str, tuple[RoleChange, ...]]:
         """Its address, and the roles that had to be changed for it."""
-        raise NotImplementedError
+        ...
 
     def close(self) -> None:
         """Ends what was started for it."""
+        ...
 
 
-class _Local(_Host):
-    """A cluster of our own, which lives as long as points of its shape are measured."""
+class _Local:
+    """A cluster of our own, which lives as long as its points differ in how many workers of each role there are."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
         self._running = ExitStack()
-        self._setup: ClusterSetup | None = None
+        self._kept: object = None
         self._target = ""
 
     def close(self) -> None:
         self._running.close()
 
     def shaped(self, setup: ClusterSetup) -> tuple[str, tuple[RoleChange, ...]]:
-        if setup != self._setup:
-            self._running.close()
-            self._setup = None
-            self._target = self._running.enter_context(calibrate.running(_configured(self._config, setup)))
-            self._setup = setup
+        schedulers = {pool.scheduler for pool in setup.pools}
+        # A worker that changes its role keeps the scheduler's settings with which it was started.
+        kept = (setup.router, schedulers) if len(schedulers) == 1 else setup
+        if kept == self._kept:
+            return self._target, tuple(asyncio.run(_reshaped(self._target, None, setup)))
+        self._running.close()
+        self._kept = None
+        self._target = self._running.enter_context(calibrate.running(_configured(self._config, setup)))
+        self._kept = kept
         return self._target, ()
 
 
-class _Remote(_Host):
+class _Remote:
     """A cluster that serves already."""
 
     def __init__(self, target: str, token: str | None) -> None:
         self._target = target
         self._token = token
 
-    def shaped(self, setup: ClusterSetup) -> tuple[str, tuple[RoleChange, ...]]:
-        return self._target, tuple(asyncio.run(self._reshape(setup)))
+    def close(self) -> None:
+        """It is somebody else's."""
 
-    async def _reshape(self, setup: ClusterSetup) -> list[RoleChange]:
-        async with AsyncClient(self._target, token=self._token, timeout_s=RESHAPE_TIMEOUT_S) as client:
-            return await reshape(client, sizes(setup))
+    def shaped(self, setup: ClusterSetup) -> tuple[str, tuple[RoleChange, ...]]:
+        return self._target, tuple(asyncio.run(_reshaped(self._target, self._token, setup)))
+
+
+async def _reshaped(target: str, token: str | None, setup: ClusterSetup) -> list[RoleChange]:
+    async with AsyncClient(target, token=token, timeout_s=RESHAPE_TIMEOUT_S) as client:
+        return await reshape(client, sizes(setup))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,52 +169,39 @@ def sizes(setup: ClusterSetup) -> dict[Role, int]:
 
 async def reshape(client: AsyncClient, wanted: dict[Role, int]) -> list[RoleChange]:
     """Brings a running cluster to these numbers of workers. Raises LiveError."""
-    changes: list[RoleChange] = []
     began = time.monotonic()
+    await _rescale(client, wanted)
+    changes: list[RoleChange] = []
     for worker, role in _to_change(await client.status(), wanted):
-        started = time.monotonic()
+        at_s = time.monotonic() - began
         try:
-            await client.set_role(worker.worker_id, role.value)
+            done = await client.set_role(worker.worker_id, role.value)
         except BatonError as error:
-            if error.code == "UNIMPLEMENTED":
-                break
             raise LiveError(f"worker {worker.worker_id} cannot become {role.value}: {error.message}") from error
-        took_s = time.monotonic() - started
-        changes.append(RoleChange(worker.worker_id, Role(worker.role), role, started - began, math.nan, took_s))
-    pools = await _pools(client)
-    for role, size in wanted.items():
-        if size and role not in pools:
-            raise LiveError(
-                f"the cluster has no {role.value} pool, and its workers keep their roles: name such a pool in its "
-                "file, with size 0 if it is not to run at first"
-            )
-    # First what makes room: a machine may have no more of what a worker needs than it uses already.
-    for pool in sorted(pools.values(), key=lambda pool: wanted[pool.role] - pool.size):
-        if pool.size != wanted[pool.role]:
-            await _scale(client, pool, wanted[pool.role])
+        changes.append(RoleChange(worker.worker_id, Role(worker.role), role, at_s, done.drain_s, done.total_s))
     await _until_ready(client, wanted)
     return changes
 
 
-@dataclass(frozen=True, slots=True)
-class _Pool:
-    name: str
-    role: Role
-    size: int
-
-
-async def _pools(client: AsyncClient) -> dict[Role, _Pool]:
-    """The pools of the cluster's file, empty ones too, with the workers that now have their role."""
+async def _rescale(client: AsyncClient, wanted: dict[Role, int]) -> None:
+    """As many workers as are wanted, whatever their roles; pools grow of whose role there are too few."""
     model, status = await client.model(), await client.status()
-    workers = [worker for pool in status.pools for worker in pool.workers]
-    found: dict[Role, _Pool] = {}
-    for pool in model.pools:
-        role = Role(pool.role)
-        if role in found:
-            names = f"{found[role].name}, {pool.name}"
-            raise LiveError(f"the cluster has several {role.value} pools ({names}): bring it into shape by hand")
-        found[role] = _Pool(pool.name, role, sum(worker.role == role.value for worker in workers))
-    return found
+    now = {pool.name: 0 for pool in model.pools}
+    now |= {pool.name: len(pool.workers) for pool in status.pools}
+    excess = {pool.name: now[pool.name] - wanted[Role(pool.role)] for pool in model.pools}
+    missing = sum(wanted.values()) - sum(now.values())
+    goal = dict(now)
+    for _ in range(abs(missing)):
+        name = min(excess, key=excess.__getitem__) if missing > 0 else max(excess, key=excess.__getitem__)
+        change = 1 if missing > 0 else -1
+        goal[name] += change
+        excess[name] += change
+    for name, size in goal.items():
+        if size != now[name]:
+            try:
+                await client.scale(name, size)
+            except BatonError as error:
+                raise LiveError(f"pool {name} cannot be scaled from {now[name]} to {size}: {error.message}") from error
 
 
 def _to_change(status: cluster.ClusterStatus, wanted: dict[Role, int]) -> list[tuple[cluster.WorkerStatus, Role]]:
@@ -213,14 +210,7 @@ def _to_change(status: cluster.ClusterStatus, wanted: dict[Role, int]) -> list[t
     here = {role: [worker for worker in workers if worker.role == role.value] for role in Role}
     surplus = [worker for role in Role for worker in here[role][wanted[role] :]]
     lacking = [role for role in Role for _ in range(wanted[role] - len(here[role]))]
-    return list(zip(surplus, lacking, strict=False))
-
-
-async def _scale(client: AsyncClient, pool: _Pool, size: int) -> None:
-    try:
-        await client.scale(pool.name, size)
-    except BatonError as error:
-        raise LiveError(f"pool {pool.name} cannot be scaled from {pool.size} to {size}: {error.message}") from error
+    return list(zip(surplus, lacking, strict=True))
 
 
 async def _until_ready(client: AsyncClient, wanted: dict[Role, int]) -> None:
@@ -351,18 +341,18 @@ class Watch:
                 self.pictures.append(status)
 
     def pools(self, handoff_s: float) -> tuple[PoolOutcome, ...]:
-        """What each pool did in that time; all hand-offs are told of those that pull."""
+        """What the workers of each role did in that time; all hand-offs are told of those that pull."""
+        workers = [worker for pool in self.pictures[-1].pools for worker in pool.workers]
         found = []
-        for pool in self.pictures[-1].pools:
-            if not pool.workers:
+        for role in Role:
+            deeds = [self._deeds(worker.worker_id) for worker in workers if worker.role == role.value]
+            if not deeds:
                 continue
-            role = Role(pool.workers[0].role)
-            deeds = [self._deeds(worker.worker_id) for worker in pool.workers]
             found.append(
                 PoolOutcome(
-                    name=pool.name,
+                    name=role.value,
                     role=role,
-                    workers=len(pool.workers),
+                    workers=len(deeds),
                     busy_s=sum(deed.busy_s for deed in deeds),
                     steps=sum(deed.steps for deed in deeds),
                     prompt_tokens_computed=sum(deed.prompt_tokens for deed in deeds),

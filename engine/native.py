@@ -10,7 +10,7 @@ the last product in fp32, so near-ties are decided as exactly as bf16 weights al
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ import torch
 
 from baton.engine.layers import Batch
 from baton.engine.rotary import Frequencies
-from baton.kernels.cpu.library import Cpu, Model, Packed
+from baton.kernels.cpu.library import Cpu, Model, Packed, Reused
 from baton.kernels.paged_attention import AttentionPlan, plan_attention
 from baton.kernels.rope import rotation
 
@@ -33,6 +33,7 @@ class NativeDecoder:
     embedding: torch.Tensor
     norm: torch.Tensor
     head: Packed
+    memory: Reused = field(default_factory=Reused)
 
     def plan_attention(
         self,
@@ -61,5 +62,5 @@ class NativeDecoder:
         )
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
-        """Scores of the vocabulary for each row, fp32."""
-        return self.cpu.scores(hidden_RE, self.head)
+        """Scores of the vocabulary for each row, fp32. They last until the next call."""
+        return self.cpu.scores(hidden_RE, self.head, self.memory)

@@ -166,6 +166,9 @@ def token_logprobs(scores_RV: torch.Tensor, token_ids_R: torch.Tensor, counts: S
 
 def _largest(scores_RV: torch.Tensor) -> torch.Tensor:
     """Index of the largest score of each row, the lowest one if there are several."""
+    if scores_RV.device.type == "cpu" and scores_RV.dtype is torch.float32:
+        # Reads at the speed of memory, where torch takes rows number by number.
+        return torch.from_numpy(scores_RV.numpy().argmax(axis=-1))
     return scores_RV.max(dim=-1).indices
 
 

@@ -27,19 +27,12 @@ import psutil
 from baton.engine.checkpoint import CheckpointError, resolve_model
 from baton.engine.models.config import UnsupportedModel, read_config
 from baton.engine.split import split
+from baton.fleet.actors import StartRank, Worker, WorkerFactory
+from baton.fleet.fleet import FleetError
+from baton.fleet.launch import RouterHandle, close_ray, open_ray, start_router
 from baton.proto.messages import Role
 from baton.proto.settings import RankSettings, WorkerSettings
 from baton.router.config import ClusterConfig, PoolConfig
-from baton.router.fleet import (
-    FleetError,
-    RouterHandle,
-    StartRank,
-    Worker,
-    WorkerFactory,
-    close_ray,
-    open_ray,
-    start_router,
-)
 from baton.router.keys import KeysError, read_keys
 
 Failed = Callable[[BaseException], None]

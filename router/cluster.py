@@ -1,7 +1,7 @@
 """What an operator may see, and by the Cluster service change.
 
 Owns: the picture of router, pools, workers and recent requests as one message, the same for gRPC and the status page.
-Refuses to know: Ray (`fleet`), how load is estimated (`load`), and how the picture is drawn.
+Refuses to know: Ray (`baton.fleet`), how load is estimated (`load`), and how the picture is drawn.
 """
 
 from __future__ import annotations

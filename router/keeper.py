@@ -1,7 +1,7 @@
 """The keeper's part among the router's replicas: what it tells its followers, and who they are.
 
 Owns: the roster as followers see it, each follower's stream, the list of all replicas.
-Refuses to know: how workers are made (`fleet`), and what a follower does with the roster (`follower`).
+Refuses to know: how workers are made (`baton.fleet`), and what a follower does with the roster (`follower`).
 
     fleet's members --look, ROSTER_S apart--> roster --if changed--> every follower's stream
     each follower's RouterStatus, STATUS_S apart --> routers --> every follower's stream, every status page

@@ -1,6 +1,6 @@
 """Whether a worker may take another role, and for how long its running requests may hold that up.
 
-Owns: these two rules. Refuses to know: how the change is made (`router.fleet` asks, `engine.roles` does it).
+Owns: these two rules. Refuses to know: how the change is made (`baton.fleet` asks, `engine.roles` does it).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What one router process knows and shares between its gateway and its fleet.
 
 Owns: the workers' paces, the requests in progress, whether it is ready or draining. What it decides with is its core's.
-Refuses to know: faces (`service`, `http`), a client's request (`gateway`), processes (`fleet`), one output's steps
-(`journey`).
+Refuses to know: faces (`service`, `http`), a client's request (`gateway`), processes (`baton.fleet`), one output's
+steps (`journey`).
 """
 
 from __future__ import annotations

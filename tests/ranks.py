@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, without Ray: what `router/fleet.py` does with actors.
+"""Ranks in processes of their own, without Ray: what `fleet/actors.py` does with actors.
 
 A rank is forked from a server that has torch loaded, so it is there in a fraction of a second.
 """

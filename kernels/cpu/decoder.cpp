@@ -3,34 +3,52 @@
 // Owns: the order of a step (engine/layers.py draws it), how its work is shared out among threads, and the scratch
 // memory between its parts. Refuses to know: where weights come from, and which sequence is whose.
 #include <algorithm>
-#include <memory>
 #include <new>
 #include <type_traits>
 
 #include "attention.h"
 #include "threads.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 namespace {
 
 enum Number : int { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 enum Finish : int { PLAIN = 0, ADD = 1, GATED = 2, SCORES = 3 };
 
+// Memory that grows; what was in it is lost then. In large pages, where the system has some: rows are read again and
+// again in other orders than they lie.
 template <class T> class Scratch {
 public:
+    ~Scratch() { give_back(); }
+
     T *of(long size) {
         if (size > size_) {
-            memory_.reset(static_cast<T *>(::operator new[](sizeof(T) * size, std::align_val_t(64))));
+            give_back();
+            const size_t bytes = sizeof(T) * size;
+            alignment_ = std::align_val_t(bytes < LARGE_PAGE ? 64 : LARGE_PAGE);
+            memory_ = static_cast<T *>(::operator new[](bytes, alignment_));
             size_ = size;
+#if defined(__linux__)
+            if (bytes >= LARGE_PAGE) madvise(memory_, bytes / LARGE_PAGE * LARGE_PAGE, MADV_HUGEPAGE);
+#endif
         }
-        return memory_.get();
+        return memory_;
     }
 
 private:
-    struct Free {
-        void operator()(T *p) const { ::operator delete[](p, std::align_val_t(64)); }
-    };
-    std::unique_ptr<T, Free> memory_;
+    static constexpr size_t LARGE_PAGE = 2 << 20;
+
+    void give_back() {
+        ::operator delete[](memory_, alignment_);
+        memory_ = nullptr, size_ = 0;
+    }
+
+    T *memory_ = nullptr;
     long size_ = 0;
+    std::align_val_t alignment_{64};
 };
 
 }  // namespace

@@ -14,6 +14,7 @@ import ctypes
 import fcntl
 import hashlib
 import logging
+import mmap
 import os
 import platform
 import shutil
@@ -21,7 +22,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +44,8 @@ _PLAIN, _ADD, _GATED, _SCORES = range(4)
 _WIDEST_HEAD = 256
 _DEPTH = 32  # products of bf16 take so many features at a time
 _ALIGNMENT = 64
+_LARGE_PAGE = 2 << 20
+_AREA = 64 << 20  # what is not used of one takes no memory
 
 I64 = npt.NDArray[np.int64]
 
@@ -201,12 +204,56 @@ class Model:
         )
 
 
+class LargePages:
+    """Memory for weights, handed out piece by piece, in the large pages of the system where it has some.
+
+    A product reads its matrix once, faster than the processor finds out where pages of 4 KiB lie: in those it takes up
+    to twice as long. The system gives large pages to aligned areas only, so small matrices share one.
+    """
+
+    def __init__(self) -> None:
+        self._area = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Bytes that start a line of the cache. They live until their last tensor is gone."""
+        needed = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        if needed > len(self._area):
+            self._area = _large_pages(max(needed, _AREA))
+        piece, self._area = self._area[:num_bytes], self._area[needed:]
+        return piece
+
+
+class Reused:
+    """Memory for one tensor at a time, in large pages; the tensor before loses its contents."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def scores(self, rows: int, columns: int) -> torch.Tensor:
+        """Room for [rows, columns] of fp32."""
+        num_bytes = 4 * rows * columns
+        if num_bytes > len(self._memory):
+            self._memory = _large_pages(num_bytes)
+        return self._memory[:num_bytes].view(torch.float32).view(rows, columns)
+
+
+def _large_pages(num_bytes: int) -> torch.Tensor:
+    memory = mmap.mmap(-1, num_bytes + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    area = torch.frombuffer(memory, dtype=torch.uint8)
+    skipped = -area.data_ptr() % _LARGE_PAGE
+    return area[skipped : skipped + num_bytes]
+
+
 class Cpu:
     """The kernels and the threads that run them; one caller at a time. `tiles` False leaves AMX unused."""
 
     def __init__(self, library: ctypes.CDLL, threads: int, tiles: bool = True) -> None:
         self._library = library
         self._engine = library.baton_open(threads, int(tiles))
+        self._memory = LargePages()
 
     def __del__(self) -> None:
         self._library.baton_close(self._engine)
@@ -243,7 +290,7 @@ class Cpu:
         rows, depth = weight_OI.shape
         if not self.multiplies(depth, weight_OI.dtype):
             raise ValueError(f"weight {list(weight_OI.shape)} {weight_OI.dtype}: needs bf16 and a multiple of {_DEPTH}")
-        data = _aligned(self._library.baton_packed_size(rows, depth))
+        data = self._memory.take(2 * self._library.baton_packed_size(rows, depth)).view(torch.bfloat16)
         self._library.baton_pack(weight_OI.contiguous().data_ptr(), rows, depth, data.data_ptr())
         return Packed(data, rows, depth)
 
@@ -253,9 +300,9 @@ class Cpu:
         self._multiply(x_TI, weight, bias_O, _PLAIN, out)
         return out
 
-    def scores(self, x_TI: torch.Tensor, weight: Packed) -> torch.Tensor:
+    def scores(self, x_TI: torch.Tensor, weight: Packed, memory: Reused) -> torch.Tensor:
         """x w^T as it was summed, in fp32."""
-        out = torch.empty(len(x_TI), weight.rows, dtype=torch.float32)
+        out = memory.scores(len(x_TI), weight.rows)
         self._multiply(x_TI, weight, None, _SCORES, out)
         return out
 
@@ -475,13 +522,6 @@ def _locked(path: Path) -> Iterator[None]:
                     raise BuildError(f"{path}: still locked by another process after {_BUILD_S:.0f} s") from None
                 time.sleep(_POLL_S)
         yield
-
-
-def _aligned(numbers: int) -> torch.Tensor:
-    """Memory that starts a line of the cache; numpy asks the system for large pages where they pay."""
-    memory = np.empty(numbers * 2 + _ALIGNMENT, dtype=np.uint8)
-    skipped = -memory.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(memory[skipped : skipped + numbers * 2]).view(torch.bfloat16)
 
 
 def _product(weight: Packed, bias_O: torch.Tensor | None) -> _Product:

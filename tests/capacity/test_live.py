@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,6 @@ from baton.capacity.sweep import Point
 from baton.capacity.traffic import Traffic
 from baton.client import bench, live
 from baton.client.client import AsyncClient
-from baton.client.live import LiveError
 from baton.proto import cluster_pb2 as cluster
 from baton.proto import cluster_pb2_grpc, inference_pb2_grpc
 from baton.proto import inference_pb2 as inference
@@ -30,12 +30,14 @@ MODEL = Model("paper", 8, 512, num_blocks=64)
 
 @dataclass
 class Reshapable(FakeRouter):
-    """A cluster that is only its list of workers, by pool; `workers` maps names to roles."""
+    """A cluster that is only its list of workers. A worker stays in the pool into which it was born."""
 
     pools: tuple[str, ...] = ("prefill", "decode", "colocated")
     workers: dict[str, str] = field(default_factory=lambda: {"prefill-0": "prefill", "decode-0": "decode"})
-    can_change_roles: bool = True
     asked: list[str] = field(default_factory=list)
+
+    def members(self, pool: str) -> list[str]:
+        return [name for name in self.workers if name.startswith(f"{pool}-")]
 
     async def GetModel(self, request: object, context: grpc.aio.ServicerContext) -> inference.ModelInfo:
         pools = [inference.PoolInfo(name=name, role=name) for name in self.pools]
@@ -44,40 +46,34 @@ class Reshapable(FakeRouter):
     async def GetStatus(self, request: object, context: grpc.aio.ServicerContext) -> cluster.ClusterStatus:
         pools = [
             cluster.PoolStatus(
-                name=role,
-                role=role,
+                name=pool,
+                role=pool,
                 workers=[
-                    cluster.WorkerStatus(worker_id=name, pool=role, role=role, state="ready")
-                    for name, has in self.workers.items()
-                    if has == role
+                    cluster.WorkerStatus(worker_id=name, pool=pool, role=self.workers[name], state="ready")
+                    for name in self.members(pool)
                 ],
             )
-            for role in dict.fromkeys(self.workers.values())
+            for pool in self.pools
+            if self.members(pool)
         ]
         return cluster.ClusterStatus(pools=pools)
 
     async def SetRole(
         self, request: cluster.SetRoleRequest, context: grpc.aio.ServicerContext
     ) -> cluster.SetRoleResponse:
-        if not self.can_change_roles:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a worker keeps its role")
         self.asked.append(f"{request.worker_id} -> {request.role}")
         self.workers[request.worker_id] = request.role
-        return cluster.SetRoleResponse()
+        return cluster.SetRoleResponse(drain_s=0.25, total_s=0.5, moved=1)
 
     async def Scale(self, request: cluster.ScaleRequest, context: grpc.aio.ServicerContext) -> cluster.ScaleResponse:
+        assert request.pool in self.pools
         self.asked.append(f"{request.pool} = {request.size}")
-        mine = [name for name, role in self.workers.items() if role == request.pool]
+        mine = self.members(request.pool)
         for name in mine[request.size :]:
             del self.workers[name]
         for number in range(len(mine), request.size):
-            self.workers[f"{request.pool}-new-{number}"] = request.pool
+            self.workers[f"{request.pool}-{number}"] = request.pool
         return cluster.ScaleResponse(size=request.size)
-
-
-@pytest.fixture
-def router() -> Reshapable:
-    return Reshapable()
 
 
 @pytest.fixture
@@ -100,41 +96,41 @@ def counted(router: Reshapable) -> dict[Role, int]:
     return {role: sum(each == role.value for each in router.workers.values()) for role in Role}
 
 
-@pytest.mark.parametrize("can_change_roles", [True, False])
-@pytest.mark.parametrize("shape", [(1, 1, 0), (2, 1, 0), (1, 3, 0), (0, 0, 2), (0, 0, 3)])
-async def test_a_cluster_is_brought_into_every_shape(
-    client: AsyncClient, router: Reshapable, shape: tuple[int, int, int], can_change_roles: bool
+SHAPES = [(1, 1, 0), (2, 1, 0), (1, 3, 0), (0, 0, 2), (0, 0, 3), (2, 2, 1), (0, 0, 1)]
+
+
+@pytest.mark.parametrize("pools", [("prefill", "decode", "colocated"), ("prefill", "decode")])
+@pytest.mark.parametrize(("before", "after"), itertools.permutations(SHAPES, 2))
+async def test_a_cluster_is_brought_from_every_shape_into_every_other(
+    client: AsyncClient,
+    router: Reshapable,
+    before: tuple[int, int, int],
+    after: tuple[int, int, int],
+    pools: tuple[str, ...],
 ) -> None:
-    router.can_change_roles = can_change_roles
-    await live.reshape(client, wanted(*shape))
-    assert counted(router) == wanted(*shape)
+    router.pools = pools
+    for shape in (before, after):
+        await live.reshape(client, wanted(*shape))
+        assert counted(router) == wanted(*shape)
 
 
-async def test_workers_change_their_roles_before_any_is_started(client: AsyncClient, router: Reshapable) -> None:
+async def test_as_many_workers_change_their_roles_and_none_is_started(client: AsyncClient, router: Reshapable) -> None:
     changes = await live.reshape(client, wanted(colocated=2))
     assert router.asked == ["prefill-0 -> colocated", "decode-0 -> colocated"]
-    assert [(change.before, change.after) for change in changes] == [
-        (Role.PREFILL, Role.COLOCATED),
-        (Role.DECODE, Role.COLOCATED),
+    assert [(change.before, change.after, change.drain_s, change.total_s) for change in changes] == [
+        (Role.PREFILL, Role.COLOCATED, 0.25, 0.5),
+        (Role.DECODE, Role.COLOCATED, 0.25, 0.5),
     ]
-    assert all(change.total_s >= 0 for change in changes)
+
+
+async def test_a_new_worker_is_one_of_the_pool_that_lacks_it(client: AsyncClient, router: Reshapable) -> None:
+    assert await live.reshape(client, wanted(1, 3)) == []
+    assert router.asked == ["decode = 3"]
 
 
 async def test_a_cluster_in_shape_is_left_alone(client: AsyncClient, router: Reshapable) -> None:
     assert await live.reshape(client, wanted(1, 1)) == []
     assert router.asked == []
-
-
-async def test_pools_shrink_before_others_grow(client: AsyncClient, router: Reshapable) -> None:
-    router.can_change_roles = False
-    await live.reshape(client, wanted(colocated=2))
-    assert router.asked[-1] == "colocated = 2"
-
-
-async def test_a_pool_that_the_cluster_lacks_is_named(client: AsyncClient, router: Reshapable) -> None:
-    router.pools, router.can_change_roles = ("prefill", "decode"), False
-    with pytest.raises(LiveError, match="has no colocated pool"):
-        await live.reshape(client, wanted(colocated=2))
 
 
 async def test_a_live_point_has_the_figures_of_its_requests(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import csv
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,12 +16,13 @@ import queue_cluster
 from baton.capacity import report
 from baton.capacity.grid import Model, Shape, configurations, knobs_of, parse_ratios
 from baton.capacity.journal import Journal
-from baton.capacity.outcome import Slo
+from baton.capacity.outcome import RoleChange, Slo
 from baton.capacity.record import to_plain
 from baton.capacity.steady import Share
 from baton.capacity.study import Capacity, Choice, Drift, Objective, Plan, Provenance, Study, StudyError
 from baton.capacity.sweep import Backend, Experiment, Laboratory, compare, sweep
 from baton.capacity.traffic import Traffic
+from baton.proto.messages import Role
 from baton.proto.settings import EngineSettings
 from baton.router import config
 
@@ -129,6 +131,17 @@ def test_every_row_of_the_table_has_all_its_columns(study: Study, written: Path)
     columns = head.count('rowspan="2"') + second.count("<th")
     assert len(rows) == len(study.rows)
     assert {row.count("<td") for row in rows} == {columns}
+
+
+def test_changes_of_role_are_told_with_their_times(study: Study) -> None:
+    assert "Changes of role" not in report.html(study, [])
+    row = study.rows[0]
+    level = row.levels[0]
+    change = RoleChange("decode-0", Role.DECODE, Role.PREFILL, at_s=0.0, drain_s=0.125, total_s=0.375)
+    level = replace(level, runs=(replace(level.runs[0], role_changes=(change,)),))
+    row = replace(row, levels=(level, *row.levels[1:]))
+    page = Page(report.html(replace(study, rows=(row, *study.rows[1:])), []))
+    assert f"{row.label}decode-0decodeprefill0.1250.375" in page.text
 
 
 def test_the_tables_are_there_as_csv(study: Study, written: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from baton.kernels import gated_activation, kv_store, linear, paged_attention, rms_norm, rope
 from baton.kernels.cpu import library
-from baton.kernels.cpu.library import Cpu
+from baton.kernels.cpu.library import Cpu, LargePages, Reused
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Relative size of one rounding; results may be a few of them apart.
@@ -58,7 +58,7 @@ def test_a_product_equals_its_reference(cpu: Cpu, rows: int, shape: tuple[int, i
     cpu.add_linear(x, packed, offset, total)
     assert_close(total, wanted)
     if not bias:
-        assert_close(cpu.scores(x, packed), linear.reference(x.float(), weight.float()), roundings=64)
+        assert_close(cpu.scores(x, packed, Reused()), linear.reference(x.float(), weight.float()), roundings=64)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 33])
@@ -84,9 +84,9 @@ def test_the_gate_of_scores_that_overflow_an_exponential_is_still_finite(cpu: Cp
 
 def test_a_row_of_a_product_is_the_same_alone_and_in_any_batch(cpu: Cpu) -> None:
     x, weight = torch.randn(70, 576).bfloat16(), cpu.pack(torch.randn(96, 576).bfloat16())
-    together = cpu.scores(x, weight)
+    together = cpu.scores(x, weight, Reused())
     for rows in (slice(0, 1), slice(31, 32), slice(5, 22), slice(40, 70)):
-        assert torch.equal(cpu.scores(x[rows], weight), together[rows])
+        assert torch.equal(cpu.scores(x[rows], weight, Reused()), together[rows])
 
 
 def test_a_weight_that_cannot_be_packed_is_refused(cpu: Cpu) -> None:
@@ -234,3 +234,24 @@ def test_a_compiler_that_fails_leaves_no_library_and_its_message(
         assert library.open_cpu(tmp_path / "built", 1) is None
     assert "unknown option" in caplog.text
     assert [path.name for path in (tmp_path / "built").iterdir()] == ["kernels.lock"]
+
+
+def test_pieces_of_large_pages_begin_lines_and_do_not_overlap() -> None:
+    pages = LargePages()
+    sizes = [1, 64, 1000, 3 << 20, 70 << 20, 100, 63 << 20]
+    pieces = [pages.take(size) for size in sizes]
+    assert [len(piece) for piece in pieces] == sizes
+    assert all(piece.data_ptr() % 64 == 0 for piece in pieces)
+    for number, piece in enumerate(pieces):
+        piece.fill_(number)
+    assert all(bool((piece == number).all()) for number, piece in enumerate(pieces))
+
+
+def test_reused_memory_grows_and_is_the_same_otherwise() -> None:
+    memory = Reused()
+    first = memory.scores(4, 100)
+    assert (first.shape, first.dtype) == ((4, 100), torch.float32)
+    assert memory.scores(2, 50).data_ptr() == first.data_ptr()
+    larger = memory.scores(1000, 5000)
+    larger.fill_(1.0)
+    assert larger.sum() == 5_000_000

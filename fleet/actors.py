@@ -1,0 +1,173 @@
+"""What runs around a worker inside the processes that Ray starts.
+
+Owns: the actors of a worker and of its further ranks, and the note of a role that outlives a process. Refuses to know:
+how many of them there are and who is asked to do what (`fleet`), and what a worker does behind the factory it is given.
+A worker whose model is split has an actor for each further rank: rank 0's process owns them, and Ray ends them with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import ray
+from ray.experimental import internal_kv
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from baton.proto.messages import Role, RoleChange, RoleKept, WorkerDescription
+from baton.proto.settings import RankSettings, WorkerSettings
+from baton.telemetry.logs import configure as configure_logs
+
+log = logging.getLogger(__name__)
+
+NAMESPACE = "baton"
+
+Result = TypeVar("Result")
+
+
+class Worker(Protocol):
+    """What runs inside a worker's process."""
+
+    async def start(self) -> WorkerDescription: ...
+
+    async def stop(self) -> None: ...
+
+    async def set_role(self, role: Role, drain_s: float) -> RoleChange | RoleKept: ...
+
+
+RankMain = Callable[[WorkerSettings, RankSettings], None]
+"""The life of a further rank of a worker; returns when rank 0 has ended."""
+StartRank = Callable[[RankMain, WorkerSettings, RankSettings], None]
+WorkerFactory = Callable[[WorkerSettings, Callable[[BaseException], None], StartRank], Worker]
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailure:
+    """Why a process could not begin to serve, in one line."""
+
+    message: str
+
+
+class LoopThread:
+    """An event loop of our own in a thread: Ray's loop stays out of the way of tokens."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name=name, daemon=True).start()
+
+    def start(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+
+class RankHost:
+    """The Ray actor around a further rank of a worker; its process ends when the rank does."""
+
+    def __init__(self, run: RankMain, settings: WorkerSettings, place: RankSettings) -> None:
+        configure_logs(settings.observability, f"{settings.worker_id}/{place.rank}")
+        threading.Thread(target=self._run, args=(run, settings, place), name="rank").start()
+
+    def _run(self, run: RankMain, settings: WorkerSettings, place: RankSettings) -> None:
+        try:
+            run(settings, place)
+        except Exception:
+            log.exception("rank %d of %s has failed", place.rank, settings.worker_id)
+        logging.shutdown()
+        os._exit(0)
+
+
+class RankStarter:
+    """Starts further ranks of a worker in its own bundle; a `StartRank`. They end with the process that holds it."""
+
+    def __init__(self, bundle_index: int, num_cpus: float, num_gpus: float) -> None:
+        self._bundle_index = bundle_index
+        self._num_cpus = num_cpus
+        self._num_gpus = num_gpus
+        self._actors: list[Any] = []
+
+    def __call__(self, run: RankMain, settings: WorkerSettings, place: RankSettings) -> None:
+        group = ray.util.get_current_placement_group()
+        assert group is not None
+        actor = ray.remote(RankHost).options(
+            num_cpus=self._num_cpus,
+            num_gpus=self._num_gpus,
+            max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, self._bundle_index),
+        )
+        self._actors.append(actor.remote(run, settings, place))
+
+
+class WorkerHost:
+    """The Ray actor around one worker. Its constructor brings the worker up; a restart by Ray does so again."""
+
+    def __init__(
+        self, factory: WorkerFactory, settings: WorkerSettings, namespace: str, start_rank: RankStarter
+    ) -> None:
+        configure_logs(settings.observability, settings.worker_id)
+        self._start_rank = start_rank  # kept: further ranks live as long as the handles in it
+        self._thread = LoopThread("worker")
+        self._outcome: WorkerDescription | StartFailure
+        if not settings.host:
+            settings = replace(settings, host=ray.util.get_node_ip_address())
+        self._role = NotedRole(namespace, settings.worker_id)
+        settings = replace(settings, role=self._role.read() or settings.role)
+        try:
+            self._worker = factory(settings, _end_process, start_rank)
+            self._outcome = self._thread.start(self._worker.start()).result(timeout=60)
+        except Exception as error:
+            log.exception("worker %s cannot start", settings.worker_id)
+            self._outcome = StartFailure(f"{settings.worker_id}: {error or type(error).__name__}")
+
+    def describe(self) -> WorkerDescription | StartFailure:
+        return self._outcome
+
+    def set_role(self, role: Role, drain_s: float) -> RoleChange | RoleKept:
+        """See `Worker`. Noted before it begins, so that a process that dies on the way has the new role when it is
+        back."""
+        assert isinstance(self._outcome, WorkerDescription)
+        self._role.write(role)
+        change = self._thread.start(self._worker.set_role(role, drain_s)).result()
+        if isinstance(change, RoleKept):
+            self._role.write(self._outcome.role)
+        else:
+            self._outcome = change.description
+        return change
+
+    def stop(self) -> None:
+        if isinstance(self._outcome, WorkerDescription):
+            self._thread.start(self._worker.stop()).result(timeout=15)
+
+
+class NotedRole:
+    """The role that was given to a worker after its start, as its next process finds it."""
+
+    def __init__(self, namespace: str, worker_id: str) -> None:
+        self._key = f"{namespace}/{worker_id}/role"
+
+    def read(self) -> Role | None:
+        noted: bytes | None = internal_kv._internal_kv_get(self._key, namespace=NAMESPACE)
+        return Role(noted.decode()) if noted else None
+
+    def write(self, role: Role) -> None:
+        internal_kv._internal_kv_put(self._key, role.value, namespace=NAMESPACE)
+
+    def forget(self) -> None:
+        internal_kv._internal_kv_del(self._key, namespace=NAMESPACE)
+
+
+def _end_process(error: BaseException) -> None:
+    """A worker of which a vital part has failed must not go on: Ray starts a new one."""
+    log.critical("a vital part of the worker has failed", exc_info=error)
+    logging.shutdown()
+    os._exit(70)
+
+
+async def result(reference: Any, timeout_s: float) -> Any:
+    """The value of a Ray reference, on any event loop."""
+    async with asyncio.timeout(timeout_s):
+        return await asyncio.wrap_future(reference.future())
