@@ -21,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from bars import Better, Measure, Row
 from case import Options
-from clusters import local_ray, pin_workers, serving, shape
+from clusters import await_memory, local_ray, pin_workers, serving, shape, worker_pids
 from kv_pull import between_processes
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
@@ -70,6 +70,7 @@ def _moments(options: Options, budget: int, number: int) -> Iterator[Moments]:
         config = replace(config, observability=ObservabilitySettings(trace_endpoint=collected.endpoint))
         with serving(config) as addresses, Client(addresses.grpc) as client:
             pin_workers(addresses.grpc, options.cores)
+            await_memory(worker_pids(addresses.grpc))
             rng = random.Random(budget)
             for _ in range(number + 2):
                 prompt = [rng.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)]

@@ -26,7 +26,7 @@ from typing import Any
 
 from bars import Better, Measure, Row
 from case import Options
-from clusters import local_ray, pin_workers, serving, shape, worker_pids
+from clusters import await_memory, local_ray, pin_workers, serving, shape, worker_pids
 from peers import KV_GIB, MAX_MODEL_LEN, SERVER_BUDGET, Servers, vllm_servers
 
 from baton.capacity import workload
@@ -142,6 +142,7 @@ def rows(options: Options) -> Iterator[Row]:
                 with serving(_cluster(options.model)) as addresses:
                     pin_workers(addresses.grpc, options.cores)
                     pids = worker_pids(addresses.grpc)
+                    await_memory(pids)
                     _measure(f"http://{addresses.http}", "ours", loads, number, found)
                     if worker_pids(addresses.grpc) != pids:
                         raise RuntimeError("a worker of ours was restarted: its figures are not those of two cores")
@@ -160,8 +161,8 @@ def rows(options: Options) -> Iterator[Row]:
 
 
 def _cluster(model: str) -> ClusterConfig:
-    """The defaults of `baton serve --prefill 1 --decode 1`, with as much KV as the peer and a thread a worker."""
-    return shape(model, 1, 1, dtype="bfloat16", num_blocks=(KV_GIB << 30) // KV_BLOCK_BYTES)
+    """The defaults of `baton serve --prefill 1 --decode 1`, with the peer's budget and KV, and a thread a worker."""
+    return shape(model, 1, 1, dtype="bfloat16", num_blocks=(KV_GIB << 30) // KV_BLOCK_BYTES, budget=SERVER_BUDGET)
 
 
 def _measure(url: str, side: str, loads: Sequence[Load], number: int, into: Reports) -> None:

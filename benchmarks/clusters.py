@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import torch
 import transformers
 from peers import pin
@@ -117,6 +118,17 @@ def worker_pids(address: str) -> list[int]:
     with Client(address) as client:
         found = sorted(workers(client.status()), key=lambda worker: worker.role, reverse=True)
     return [worker.pid for worker in found]
+
+
+def await_memory(pids: Sequence[int], timeout_s: float = 120.0) -> None:
+    """Until the system has given workers the memory of their KV pools: a first write to it takes longer."""
+    deadline = time.monotonic() + timeout_s
+    before, steady = 0, 0
+    while steady < 3 and time.monotonic() < deadline:
+        time.sleep(0.5)
+        now = sum(psutil.Process(pid).memory_info().rss for pid in pids)
+        steady = steady + 1 if now - before < 1 << 20 else 0
+        before = now
 
 
 def unrest(status: cluster.ClusterStatus) -> list[str]:

@@ -182,10 +182,17 @@ def block_bytes() -> int:
     return int(np.prod(BLOCK_SHAPE)) * torch.bfloat16.itemsize
 
 
+def _memory(num_blocks: int, device: str) -> torch.Tensor:
+    """Zeros as workers have them: on a CPU by numpy, which asks the system for large pages."""
+    if device != "cpu":
+        return torch.zeros((num_blocks, *BLOCK_SHAPE), dtype=torch.bfloat16, device=device)
+    return torch.from_numpy(np.zeros(num_blocks * block_bytes(), np.uint8)).view(torch.bfloat16).view(-1, *BLOCK_SHAPE)
+
+
 def lend(answer: Connection, settings: TransferSettings, num_blocks: int, device: str) -> None:
     """The source process: lends its whole pool until it is killed."""
     connector = open_connector(settings)
-    pool = KvPool(torch.ones((num_blocks, *BLOCK_SHAPE), dtype=torch.bfloat16, device=device), DEMO)
+    pool = KvPool(_memory(num_blocks, device).fill_(1.0), DEMO)
     address = connector.attach(pool)
     answer.send((address, connector.export("all", tuple(range(num_blocks)))))
     raw: BareGloo | None = None
@@ -203,13 +210,13 @@ def measure(
     source: Connection, settings: TransferSettings, num_blocks: int, runs: list[int], rounds: int, device: str
 ) -> list[Result]:
     connector = open_connector(settings)
-    pool = KvPool(torch.zeros((num_blocks, *BLOCK_SHAPE), dtype=torch.bfloat16, device=device), DEMO)
+    pool = KvPool(_memory(num_blocks, device), DEMO)
     connector.attach(pool)
     if not source.poll(START_WAIT_S):
         raise TimeoutError(f"the source process has not started within {START_WAIT_S} s")
     address, _ = source.recv()
 
-    raw_pool = KvPool(torch.zeros_like(pool.tensor), DEMO)
+    raw_pool = KvPool(_memory(num_blocks, device), DEMO)
     nixl = RawNixl(settings, raw_pool, address) if settings.connector == "nixl" else None
     gloo = BareGloo(0, rank=1) if nixl is None else None
     if gloo is not None:

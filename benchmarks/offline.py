@@ -22,7 +22,8 @@ import torch
 
 from baton.engine.native import NativeDecoder
 from baton.engine.runner import Runner
-from baton.kernels.cpu.library import LargePages, LayerWeights, Packed
+from baton.kernels.cpu.library import LayerWeights, Packed
+from baton.kernels.cpu.pages import LargePages
 from baton.proto.messages import Request, Sampling
 from baton.proto.settings import EngineSettings
 from baton.scheduler.plan import Chunk, Step

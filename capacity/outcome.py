@@ -128,6 +128,7 @@ class Histogram:
     """Durations in buckets that each are 2 % wide: any number of them in the same memory. Quantiles err by 1 %."""
 
     _LOWEST_S, _RATIO = 1e-6, 1.02
+    _LOG_RATIO = math.log(_RATIO)
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
@@ -135,7 +136,7 @@ class Histogram:
 
     def add(self, seconds: float, times: int = 1) -> None:
         """Counts a duration, `times` over. What is below a microsecond counts as one."""
-        bucket = math.ceil(math.log(max(seconds, self._LOWEST_S) / self._LOWEST_S) / math.log(self._RATIO))
+        bucket = math.ceil(math.log(max(seconds, self._LOWEST_S) / self._LOWEST_S) / self._LOG_RATIO)
         self.counts[bucket] = self.counts.get(bucket, 0) + times
         self.total += times
 

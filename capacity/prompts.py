@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 from baton.capacity.workload import Arrival
 
-STRIDE = 1 << 28
-"""More positions than a sequence can have."""
+STRIDE = 2_654_435_761
+"""More positions than a sequence can have. A prime near 2**32 over the golden ratio: what is hashed by a few of
+its lowest bits then meets few others, which multiples of a power of two would do all the time."""
 OUTPUT_TOKEN = 0
 """Whatever a request generates: its place among the tokens says all that there is to know."""
 _MAX_SESSIONS = 8192

@@ -38,6 +38,7 @@ from baton.capacity.prompts import Prompts, block_names
 from baton.capacity.token_gaps import Reader
 from baton.capacity.virtual_handoff import Exchange
 from baton.capacity.virtual_loop import VirtualLoop
+from baton.capacity.virtual_reports import PatientBook
 from baton.capacity.virtual_worker import Figures, StepListener, VirtualLink, VirtualWorker
 from baton.capacity.workload import Arrival
 from baton.proto.messages import Role, Sampling, TokenBatch, WorkerDescription
@@ -140,9 +141,11 @@ class _Cluster:
         def names(token_ids: tuple[int, ...], errand: Errand) -> tuple[Hashable, ...]:
             return block_names(token_ids, setup.block_size)
 
+        self._book = PatientBook(setup.router.credit_steps, self.loop)
         self.router: RouterCore[VirtualLink] = RouterCore(
-            setup.router, names, self.loop.time, Random(f"{seed}/placement")
+            setup.router, self._book, names, self.loop.time, Random(f"{seed}/placement")
         )
+        self._book.ring = self.router.dispatcher.wake
         self._exchange = Exchange(self.loop, cost, setup.block_size * setup.kv_bytes_per_token)
         self._figures: dict[tuple[str, Role], Figures] = {}
         self._pools = dict(zip(pool_names(setup), setup.pools, strict=True))
@@ -198,7 +201,8 @@ class _Cluster:
             readers=self.readers,
             figures=self._figures.setdefault((seat.pool, seat.role), Figures()),
             random=Random(f"{self._seed}/{incarnation}"),
-            reported=self.router.reported,
+            router=self.router,
+            book=self._book,
             lease_s=setup.lease_s,
             heartbeat_s=self._heartbeat_s,
             idle_report_s=setup.idle_report_s,

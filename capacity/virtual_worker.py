@@ -26,27 +26,30 @@ from baton.capacity.prompts import OUTPUT_TOKEN, extend_names
 from baton.capacity.token_gaps import Reader, TokenGaps
 from baton.capacity.virtual_handoff import Exchange, Landed, Lender, MovedBytes, Receiver
 from baton.capacity.virtual_loop import VirtualLoop
+from baton.capacity.virtual_reports import PatientBook, ReportNote
 from baton.proto.messages import (
     FailureKind,
     FinishReason,
     Leg,
     LegFailure,
     LegSummary,
-    LoadReport,
     Request,
     Role,
     TokenBatch,
     WorkerDescription,
 )
+from baton.router.core import RouterCore
 from baton.router.legs import Mailbox
 from baton.scheduler.account import summarize
-from baton.scheduler.load import load_report
-from baton.scheduler.plan import Emitted, Progressed, Step, StepResult
+from baton.scheduler.plan import Emitted, Logprobs, Progressed, Step, StepResult
 from baton.scheduler.scheduler import Refusal, Scheduler, SchedulerConfig
 from baton.scheduler.sequence import Sequence, State
 
 STEP_MEMORY = 0.2
 """The weight of the last step in the mean that a worker reports, as live."""
+
+_NO_LOGPROBS: dict[int, Logprobs] = {}
+_NOBODY_REFUSED: dict[int, str] = {}
 
 StepListener = Callable[[str, Step, float], None]
 """Hears of every plan that decides anything: the worker's name, the step, the time."""
@@ -170,7 +173,8 @@ class VirtualWorker:
         readers: Mapping[str, Reader],
         figures: Figures,
         random: Random,
-        reported: Callable[[LoadReport], object],
+        router: RouterCore[VirtualLink],
+        book: PatientBook,
         lease_s: float,
         heartbeat_s: float,
         idle_report_s: float,
@@ -187,7 +191,8 @@ class VirtualWorker:
         self._readers = readers
         self._figures = figures
         self._random = random
-        self._reported = reported
+        self._router = router
+        self._book = book
         self._idle_report_s = idle_report_s
         self._listener = listener
         self._lender: Lender | None = None
@@ -219,8 +224,7 @@ class VirtualWorker:
 
     def open(self) -> None:
         """Tells the router at once how much there is to take."""
-        self._num_reports += 1
-        self._reported(self._load_report())
+        self._router.reported(self._note(self.loop.time()).report())
 
     # --- from the router --------------------------------------------------------------------------------------------
 
@@ -298,6 +302,10 @@ class VirtualWorker:
         if self._busy or self._gone:
             return
         now = self.loop.time()
+        if not self.scheduler.has_work():
+            self._account()
+            self._idle(now)
+            return
         while True:
             step = self.scheduler.plan(now)
             for sequence in step.preempted:
@@ -330,7 +338,7 @@ class VirtualWorker:
             return
         now, number = self.loop.time(), len(step.chunks)
         num_finished = self.scheduler.counters.requests_finished
-        events = self.scheduler.commit(step, StepResult([OUTPUT_TOKEN] * number), now)
+        events = self.scheduler.commit(step, StepResult([OUTPUT_TOKEN] * number, _NO_LOGPROBS, _NOBODY_REFUSED), now)
         self._busy = False
         self._news = True
         sequences = [chunk[0] for chunk in step.chunks]
@@ -497,30 +505,24 @@ class VirtualWorker:
     def _flush(self, now: float) -> None:
         """Sends the router what there is to say, and the load."""
         batches, failures = self._batches, self._failures
-        self._batches, self._failures = [], []
+        if batches or failures:
+            self._batches, self._failures = [], []
         self._news = False
+        note = self._note(now + self._cost.routing.report_delay_s)
+        if batches or failures or self._router.dispatcher.num_requests:
+            self.loop.at(note.arrives_s, partial(self._arrive, batches, failures, note))
+        else:
+            self._book.leave(note)
+
+    def _note(self, arrives_s: float) -> ReportNote:
         self._num_reports += 1
-        report = self._load_report()
-        arrives_s = now + self._cost.routing.report_delay_s
-        self.loop.at(arrives_s, lambda: self._arrive(batches, failures, report))
+        load = self.scheduler.load()
+        return ReportNote(arrives_s, self.description, self._num_reports, load, self._step_s, self._last_submit)
 
-    def _load_report(self) -> LoadReport:
-        description = self.description
-        return load_report(
-            description.worker_id,
-            description.incarnation,
-            description.role,
-            self._num_reports,
-            self.scheduler.load(),
-            self._step_s,
-            draining=False,
-            last_submit=self._last_submit,
-        )
-
-    def _arrive(self, batches: list[TokenBatch], failures: list[LegFailure], report: LoadReport) -> None:
+    def _arrive(self, batches: list[TokenBatch], failures: list[LegFailure], note: ReportNote) -> None:
         if batches or failures:
             self.link.deliver(batches, failures)
-        self._reported(report)
+        self._router.reported(note.report())
 
     def _account(self) -> None:
         """Integrates what it held since the last look."""

@@ -8,11 +8,11 @@ travel (kvtransfer).
 
 from __future__ import annotations
 
-import numpy as np
 import psutil
 import torch
 
 from baton.engine.models.config import ModelConfig
+from baton.kernels.cpu.pages import populated_pages
 
 _GIB = 1 << 30
 
@@ -49,7 +49,7 @@ def allocate(
     more than there is.
 
     Zeros, because attention masks the unwritten part of a block instead of skipping it, and a mask does not cover NaN.
-    On a CPU the pages come from the system as they are first written.
+    On a CPU the pool is there from the beginning, and its memory comes while the worker starts and serves.
     """
     shape = (num_blocks, config.num_layers, num_kv_heads or config.num_kv_heads, 2, block_size, config.head_dim)
     pool_bytes = num_blocks * block_size * kv_bytes_per_token(config, dtype, num_kv_heads)
@@ -61,4 +61,5 @@ def allocate(
         )
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(pool_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    memory, _ = populated_pages(pool_bytes)
+    return memory.view(dtype).view(shape)

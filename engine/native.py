@@ -18,7 +18,8 @@ import torch
 
 from baton.engine.layers import Batch
 from baton.engine.rotary import Frequencies
-from baton.kernels.cpu.library import Cpu, Model, Packed, Reused
+from baton.kernels.cpu.library import Cpu, Model, Packed
+from baton.kernels.cpu.pages import Reused
 from baton.kernels.paged_attention import AttentionPlan, plan_attention
 from baton.kernels.rope import rotation
 

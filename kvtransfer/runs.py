@@ -12,6 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
+Indices = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -27,10 +32,7 @@ def coalesce(source_blocks: Sequence[int], destination_blocks: Sequence[int]) ->
 
     Raises ValueError if the lists differ in length or a destination is named twice.
     """
-    if len(source_blocks) != len(destination_blocks):
-        raise ValueError(f"{len(source_blocks)} source blocks for {len(destination_blocks)} destination blocks")
-    if len(set(destination_blocks)) != len(destination_blocks):
-        raise ValueError(f"a destination block is named twice among {len(destination_blocks)}")
+    _require_pairs(source_blocks, destination_blocks)
     runs: list[Run] = []
     start = first = length = 0
     for destination, source in sorted(zip(destination_blocks, source_blocks, strict=True)):
@@ -43,3 +45,18 @@ def coalesce(source_blocks: Sequence[int], destination_blocks: Sequence[int]) ->
     if length:
         runs.append(Run(start, first, length))
     return runs
+
+
+def ascending(source_blocks: Sequence[int], destination_blocks: Sequence[int]) -> tuple[Indices, Indices]:
+    """Sources and destinations in ascending order of destination. Raises ValueError as `coalesce` does."""
+    _require_pairs(source_blocks, destination_blocks)
+    destination = np.array(destination_blocks, np.int64)
+    order = destination.argsort()
+    return np.array(source_blocks, np.int64)[order], destination[order]
+
+
+def _require_pairs(source_blocks: Sequence[int], destination_blocks: Sequence[int]) -> None:
+    if len(source_blocks) != len(destination_blocks):
+        raise ValueError(f"{len(source_blocks)} source blocks for {len(destination_blocks)} destination blocks")
+    if len(set(destination_blocks)) != len(destination_blocks):
+        raise ValueError(f"a destination block is named twice among {len(destination_blocks)}")

@@ -25,12 +25,18 @@ PrefixHashes = Callable[[tuple[int, ...], Errand], tuple[Hashable, ...]]
 
 
 class RouterCore(Generic[Link]):
-    """Belongs to one event loop. `prefix_hashes`: names of the full blocks of an errand's tokens so far."""
+    """Belongs to one event loop. `prefix_hashes`: names of the full blocks of an errand's tokens so far. `book`: by the
+    same settings."""
 
     def __init__(
-        self, settings: RouterSettings, prefix_hashes: PrefixHashes, clock: Callable[[], float], random: Random
+        self,
+        settings: RouterSettings,
+        book: LoadBook,
+        prefix_hashes: PrefixHashes,
+        clock: Callable[[], float],
+        random: Random,
     ) -> None:
-        self.book = LoadBook(settings.credit_steps, settings.replicas)
+        self.book = book
         self.index = PrefixIndex()
         queue = DispatchQueue(self.book, self.index, load_policy(settings.policy, random), settings, clock())
         self.dispatcher = Dispatcher(queue, self.book, clock)

@@ -23,6 +23,7 @@ from baton.router.core import RouterCore
 from baton.router.fork import Fork
 from baton.router.journey import Ended, Errand
 from baton.router.link import WorkerLink
+from baton.router.load import LoadBook
 from baton.router.observe import Observers
 from baton.router.pace import Paces
 from baton.router.recent import RecentRequests
@@ -43,7 +44,8 @@ class Router(RouterCore[WorkerLink]):
         def hashes(token_ids: tuple[int, ...], errand: Errand) -> tuple[Hashable, ...]:
             return tuple(prefix_hashes(token_ids, block_size, errand.cache_salt, errand.adapter))
 
-        super().__init__(config.router, hashes, time.monotonic, Random())
+        book = LoadBook(config.router.credit_steps, config.router.replicas)
+        super().__init__(config.router, book, hashes, time.monotonic, Random())
         self.config = config
         self.incarnation = secrets.token_hex(8)
         self.started_s = time.monotonic()

@@ -14,7 +14,6 @@ import ctypes
 import fcntl
 import hashlib
 import logging
-import mmap
 import os
 import platform
 import shutil
@@ -22,13 +21,15 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from baton.kernels.cpu.pages import LargePages, Reused
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +44,6 @@ _LEVELS = ("plain vectors", "AVX-512", "AVX-512 bf16", "AMX bf16")
 _PLAIN, _ADD, _GATED, _SCORES = range(4)
 _WIDEST_HEAD = 256
 _DEPTH = 32  # products of bf16 take so many features at a time
-_ALIGNMENT = 64
-_LARGE_PAGE = 2 << 20
-_AREA = 64 << 20  # what is not used of one takes no memory
 
 I64 = npt.NDArray[np.int64]
 
@@ -202,49 +200,6 @@ class Model:
             norm.data_ptr(),
             structs,
         )
-
-
-class LargePages:
-    """Memory for weights, handed out piece by piece, in the large pages of the system where it has some.
-
-    A product reads its matrix once, faster than the processor finds out where pages of 4 KiB lie: in those it takes up
-    to twice as long. The system gives large pages to aligned areas only, so small matrices share one.
-    """
-
-    def __init__(self) -> None:
-        self._area = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, num_bytes: int) -> torch.Tensor:
-        """Bytes that start a line of the cache. They live until their last tensor is gone."""
-        needed = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        if needed > len(self._area):
-            self._area = _large_pages(max(needed, _AREA))
-        piece, self._area = self._area[:num_bytes], self._area[needed:]
-        return piece
-
-
-class Reused:
-    """Memory for one tensor at a time, in large pages; the tensor before loses its contents."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def scores(self, rows: int, columns: int) -> torch.Tensor:
-        """Room for [rows, columns] of fp32."""
-        num_bytes = 4 * rows * columns
-        if num_bytes > len(self._memory):
-            self._memory = _large_pages(num_bytes)
-        return self._memory[:num_bytes].view(torch.float32).view(rows, columns)
-
-
-def _large_pages(num_bytes: int) -> torch.Tensor:
-    memory = mmap.mmap(-1, num_bytes + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    area = torch.frombuffer(memory, dtype=torch.uint8)
-    skipped = -area.data_ptr() % _LARGE_PAGE
-    return area[skipped : skipped + num_bytes]
 
 
 class Cpu:

@@ -28,9 +28,10 @@ import numpy as np
 from baton.kvtransfer.address import PoolAddress
 from baton.kvtransfer.connector import ConnectorError, KvPool, Pull, PullEvent
 from baton.kvtransfer.exports import Exports, verify_checksum
-from baton.kvtransfer.layout import coalesce
+from baton.kvtransfer.layout import HeadCut
 from baton.kvtransfer.nixl_agent import Indices, Link, NixlAgent
 from baton.kvtransfer.outcomes import Outcomes
+from baton.kvtransfer.runs import ascending
 from baton.proto.settings import TransferSettings
 
 _POST_BYTES = (
@@ -195,6 +196,7 @@ class _Peer:
     progressed_at: float
     reads: list[_Read] = field(default_factory=list)
     posts: list[_Post] = field(default_factory=list)
+    cuts: dict[range | None, HeadCut] = field(default_factory=dict)
     lost: str = ""
 
 
@@ -285,23 +287,23 @@ class _Reads:
         """The pull as pieces in ascending order of destination, so that consecutive blocks become one descriptor."""
         pool = self._pool
         assert pool is not None
-        cut = peer.place.require_match(pool, "nixl", pull.heads)
+        cut = peer.cuts.get(pull.heads)
+        if cut is None:
+            cut = peer.cuts[pull.heads] = peer.place.require_match(pool, "nixl", pull.heads)
         peer.place.require_blocks(pull.source_blocks)
         pool.require_blocks(pull.destination_blocks)
-        runs = coalesce(pull.source_blocks, pull.destination_blocks)
-        source = np.array([run.source + i for run in runs for i in range(run.length)], np.int64)
-        destination = np.array([run.destination + i for run in runs for i in range(run.length)], np.int64)
+        source, destination = ascending(pull.source_blocks, pull.destination_blocks)
         piece_bytes = pool.block_bytes
         if not cut.is_whole:
             num_layers = pool.geometry.num_layers
             source = cut.source_pieces(source, num_layers)
             destination = cut.destination_pieces(destination, num_layers)
             piece_bytes = pool.block_bytes // num_layers * cut.unit // cut.destination_heads
-        step = max(1, _POST_BYTES // piece_bytes)
-        return deque(
-            _Piece(source[at : at + step].astype(np.int32), destination[at : at + step].astype(np.int32), piece_bytes)
-            for at in range(0, len(source), step)
-        )
+        if not len(source):
+            return deque()
+        count = min(-(-len(source) * piece_bytes // _POST_BYTES), len(source))
+        sources, destinations = (np.array_split(each.astype(np.int32), count) for each in (source, destination))
+        return deque(_Piece(*both, piece_bytes) for both in zip(sources, destinations, strict=True))
 
     def _look(self, peer: _Peer, now: float) -> bool:
         """Takes out the posts that have ended; says whether any has."""

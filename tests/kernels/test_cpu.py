@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import platform
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from baton.kernels import gated_activation, kv_store, linear, paged_attention, rms_norm, rope
 from baton.kernels.cpu import library
-from baton.kernels.cpu.library import Cpu, LargePages, Reused
+from baton.kernels.cpu.library import Cpu
+from baton.kernels.cpu.pages import LargePages, Reused, populated_pages
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Relative size of one rounding; results may be a few of them apart.
@@ -255,3 +258,21 @@ def test_reused_memory_grows_and_is_the_same_otherwise() -> None:
     larger = memory.scores(1000, 5000)
     larger.fill_(1.0)
     assert larger.sum() == 5_000_000
+
+
+def test_memory_is_populated_and_keeps_what_is_written_meanwhile() -> None:
+    before = psutil.Process().memory_info().rss
+    memory, thread = populated_pages(200 << 20)
+    memory[:: 1 << 20] = 7
+    thread.join(60.0)
+    assert len(memory) == 200 << 20
+    assert memory.sum(dtype=torch.int64) == 7 * 200
+    if tuple(map(int, platform.release().split(".")[:2])) >= (5, 14):
+        assert psutil.Process().memory_info().rss - before > 190 << 20
+
+
+def test_memory_that_nobody_has_any_more_is_not_populated() -> None:
+    memory, thread = populated_pages(2 << 30)
+    del memory
+    thread.join(60.0)
+    assert not thread.is_alive()
