@@ -77,6 +77,11 @@ class Reshapable(FakeRouter):
 
 
 @pytest.fixture
+def router() -> Reshapable:
+    return Reshapable()
+
+
+@pytest.fixture
 async def client(router: Reshapable) -> AsyncIterator[AsyncClient]:
     server = grpc.aio.server()
     inference_pb2_grpc.add_InferenceServicer_to_server(router, server)
