@@ -24,7 +24,7 @@ demo: venv ## One prefill and one decode worker on this machine answer a questio
 serve: venv ## Serve with cluster.yaml, or with what ARGS says: make serve ARGS="--prefill 1 --decode 2".
 	$(BIN)/baton serve $(or $(ARGS),$(wildcard cluster.yaml))
 
-# Two processes: those that hold Ray in theirs keep it away from those that hold NIXL and event loops of their own.
+# Those that hold Ray in their process keep it away from those that hold NIXL and event loops of their own.
 test: venv ## Run all tests; ARGS goes to pytest instead of that: make test ARGS="-m 'not cluster'".
 ifeq ($(strip $(ARGS)),)
 	$(BIN)/python -m pytest -m "not cluster" -n 2 --dist loadfile

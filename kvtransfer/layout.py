@@ -20,7 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.kvtransfer.runs import Run, coalesce
+from baton.kvtransfer.runs import Run, coalesce, require_pairs
+
+Indices = npt.NDArray[np.int64]
 
 __all__ = ["HeadSlice", "Run", "checksum", "coalesce", "copy_runs", "head_map", "rows"]
 
@@ -194,3 +196,11 @@ def checksum(tensor: torch.Tensor, block_ids: Sequence[int], first_head: int = 0
 def joined(checksums: Iterable[int]) -> int:
     """One number for those of several heads, in any order."""
     return sum(checksums) % _MODULUS
+
+
+def ascending(source_blocks: Sequence[int], destination_blocks: Sequence[int]) -> tuple[Indices, Indices]:
+    """Sources and destinations in ascending order of destination. Raises ValueError as `coalesce` does."""
+    require_pairs(source_blocks, destination_blocks)
+    destination = np.array(destination_blocks, np.int64)
+    order = destination.argsort()
+    return np.array(source_blocks, np.int64)[order], destination[order]

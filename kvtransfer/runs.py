@@ -12,11 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-Indices = npt.NDArray[np.int64]
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -30,9 +25,9 @@ class Run:
 def coalesce(source_blocks: Sequence[int], destination_blocks: Sequence[int]) -> list[Run]:
     """The fewest runs that move each source block to its destination, in ascending order of destination.
 
-    Raises ValueError if the lists differ in length or a destination is named twice.
+    Raises ValueError as `require_pairs` does.
     """
-    _require_pairs(source_blocks, destination_blocks)
+    require_pairs(source_blocks, destination_blocks)
     runs: list[Run] = []
     start = first = length = 0
     for destination, source in sorted(zip(destination_blocks, source_blocks, strict=True)):
@@ -47,15 +42,8 @@ def coalesce(source_blocks: Sequence[int], destination_blocks: Sequence[int]) ->
     return runs
 
 
-def ascending(source_blocks: Sequence[int], destination_blocks: Sequence[int]) -> tuple[Indices, Indices]:
-    """Sources and destinations in ascending order of destination. Raises ValueError as `coalesce` does."""
-    _require_pairs(source_blocks, destination_blocks)
-    destination = np.array(destination_blocks, np.int64)
-    order = destination.argsort()
-    return np.array(source_blocks, np.int64)[order], destination[order]
-
-
-def _require_pairs(source_blocks: Sequence[int], destination_blocks: Sequence[int]) -> None:
+def require_pairs(source_blocks: Sequence[int], destination_blocks: Sequence[int]) -> None:
+    """Raises ValueError if the lists differ in length or a destination is named twice."""
     if len(source_blocks) != len(destination_blocks):
         raise ValueError(f"{len(source_blocks)} source blocks for {len(destination_blocks)} destination blocks")
     if len(set(destination_blocks)) != len(destination_blocks):

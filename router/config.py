@@ -185,9 +185,7 @@ def defaults(
 ) -> ClusterConfig:
     """A cluster of which nothing is said but this."""
     sizes = {Role.PREFILL: prefill, Role.DECODE: decode, Role.COLOCATED: colocated}
-    # More rows at a time make a CPU no faster, and everybody waits for a step's end.
-    scheduler = SchedulerSettings(max_num_batched_tokens=512) if device == "cpu" else SchedulerSettings()
-    pools = tuple(PoolConfig(role.value, role, size, scheduler=scheduler) for role, size in sizes.items() if size)
+    pools = tuple(PoolConfig(role.value, role, size) for role, size in sizes.items() if size)
     return _checked(ClusterConfig("demo", pools)).with_model(model).with_device(device)
 
 

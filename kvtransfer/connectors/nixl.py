@@ -28,10 +28,9 @@ import numpy as np
 from baton.kvtransfer.address import PoolAddress
 from baton.kvtransfer.connector import ConnectorError, KvPool, Pull, PullEvent
 from baton.kvtransfer.exports import Exports, verify_checksum
-from baton.kvtransfer.layout import HeadCut
+from baton.kvtransfer.layout import HeadCut, ascending
 from baton.kvtransfer.nixl_agent import Indices, Link, NixlAgent
 from baton.kvtransfer.outcomes import Outcomes
-from baton.kvtransfer.runs import ascending
 from baton.proto.settings import TransferSettings
 
 _POST_BYTES = (

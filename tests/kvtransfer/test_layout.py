@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from baton.kvtransfer.layout import (
     HeadCut,
+    ascending,
     checksum,
     coalesce,
     copy_heads,
@@ -50,10 +51,17 @@ def test_no_two_neighbouring_runs_could_be_one(case):
         assert not joined
 
 
+@given(moves())
+def test_ascending_moves_are_the_same_in_order_of_destination(case):
+    sources, destinations = ascending(*case)
+    assert list(zip(destinations, sources, strict=True)) == sorted(zip(case[1], case[0], strict=True))
+
+
+@pytest.mark.parametrize("order", [coalesce, ascending])
 @pytest.mark.parametrize(("sources", "destinations"), [([1, 2], [1]), ([1, 2], [5, 5])])
-def test_moves_that_are_ambiguous_are_refused(sources, destinations):
+def test_moves_that_are_ambiguous_are_refused(sources, destinations, order):
     with pytest.raises(ValueError):
-        coalesce(sources, destinations)
+        order(sources, destinations)
 
 
 @given(moves())
