@@ -297,6 +297,7 @@ class Fleet:
                 observability=self._config.observability,
                 host=host if host in ("127.0.0.1", "::1") else "",
                 model_name=self._router.model_name,
+                cluster_tls=self._config.security.cluster_tls,
             )
             actor_class = ray.remote(WorkerHost)
             actor = actor_class.options(
@@ -363,7 +364,7 @@ class Fleet:
                 await asyncio.sleep(5.0)
                 await asyncio.to_thread(ray.kill, post.actor, no_restart=False)
                 continue
-            link = WorkerLink(outcome, self._router.incarnation, SILENCE_S)
+            link = WorkerLink(outcome, self._router.incarnation, SILENCE_S, self._router.wire)
             try:
                 await link.open(self._router.reported, self._config.router.connect_timeout_s)
             except ConnectionError as error:
