@@ -319,7 +319,7 @@ class _Seats:
 async def _run_router(pipe: Connection, model_dir: Path, descriptions: Sequence[WorkerDescription]) -> None:
     decode = sum(description.role is Role.DECODE for description in descriptions)
     config = defaults(prefill=1, decode=decode)
-    settings = replace(RouterSettings(), port=0, http_port=0)
+    settings = replace(RouterSettings(), port=0, http_port=0, max_requests_at_once=1 << 20)
     router = Router(ClusterConfig(config.model, config.pools, settings), Tokenizer(model_dir))
     for description in descriptions:
         link = WorkerLink(description, router.incarnation, silence_s=30.0)

@@ -53,7 +53,7 @@ from baton.capacity.summary import Summary
 from baton.capacity.sweep import Experiment, Laboratory, Point, SweepError
 from baton.capacity.trace import Trace, TraceError
 from baton.capacity.traffic import Traffic
-from baton.client import calibrate, live
+from baton.client import access, calibrate, live
 from baton.client.console import counted, duration
 from baton.router import config
 from baton.router.config import ClusterConfig, ConfigError
@@ -131,7 +131,7 @@ def _add_sweep(commands: Any) -> None:
     parser.add_argument("--bindings", type=_words, default=(), metavar="NAME,...", help="early, late")
     parser.add_argument("--backend", choices=("simulate", "live"), default="simulate")
     parser.add_argument("--target", metavar="HOST:PORT", help="live: re-shape this cluster (else one on this machine)")
-    parser.add_argument("--token", help="live: a bearer token")
+    access.add_options(parser)
     _add_traffic(parser, rate_is_needed=False)
     _add_cost(parser)
     _add_output(parser, "capacity-sweep")
@@ -376,7 +376,7 @@ def _sweep(options: argparse.Namespace) -> int:
     out, began, started = _console(), time.monotonic(), datetime.now(UTC)
     with _opened(options.output) as journal, _progress(out) as on_progress:
         if is_live:
-            measuring = live.backend(given.config, options.target, options.token)
+            measuring = live.backend(given.config, options.target, access.token_of(options), access.tls_of(options))
         else:
             measuring = simulation(given.cost, options.jobs)
         with measuring as backend:
@@ -498,7 +498,7 @@ def _provenance(
 ) -> Provenance:
     traffic = given.traffics[0]
     return Provenance(
-        command=shlex.join(["baton", "capacity", *options.words]),
+        command=shlex.join(["baton", "capacity", *access.without_token(options.words)]),
         started=started.strftime("%Y-%m-%d %H:%M UTC"),
         took_s=took_s,
         backend=backend,

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import baton
 from baton.capacity import workload
 from baton.capacity.trace import Trace, TraceError
-from baton.client import bench, chat, console
+from baton.client import access, bench, chat, console
 from baton.client.client import DEFAULT_TARGET, Client
 from baton.client.errors import BatonError, InvalidRequest, Overloaded
 from baton.client.request import RequestOptions
@@ -35,6 +35,7 @@ from baton.client.result import Result
 from baton.client.resume import Output
 from baton.client.servers import BadAddress, GrpcServer, OpenAIServer
 from baton.proto import cluster_pb2 as cluster
+from baton.proto.credentials import CredentialsError
 from baton.proto.plain import plain
 
 _PLAIN_WIDTH = 120
@@ -55,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command(options)
     except BatonError as error:
         _complain(error)
+        return 1
+    except CredentialsError as error:
+        print(f"baton: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -83,6 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_drain(commands)
     _add_stop(commands)
     _add_bench(commands)
+    _add_certs(commands)
     commands.add_parser("capacity", help="how many prefill and how many decode workers a traffic needs")
     return parser
 
@@ -102,6 +107,9 @@ def _add_serve(commands: Any) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--port", type=_port, help="of the gRPC address (default 50051; 0 takes a free one)")
     parser.add_argument("--http-port", type=_port, help="of the HTTP address (default 8000; 0 takes a free one)")
+    parser.add_argument(
+        "--require-auth", action="store_true", help="start only if nobody can call, or read along, unasked"
+    )
     parser.set_defaults(command=_serve)
 
 
@@ -202,10 +210,29 @@ def _add_bench(commands: Any) -> None:
     parser.set_defaults(command=_bench)
 
 
+def _add_certs(commands: Any) -> None:
+    parser = commands.add_parser(
+        "certs", allow_abbrev=False, help="make an authority and the certificates of a cluster that has none"
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where the files go; none is overwritten")
+    parser.add_argument(
+        "--host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name or an address by which clients reach the router; repeatable (localhost is in it always)",
+    )
+    parser.add_argument("--client", action="append", default=[], metavar="NAME", help="a certificate for a client, too")
+    parser.add_argument(
+        "--days", type=_positive_count, default=365, metavar="N", help="until they expire (default 365)"
+    )
+    parser.set_defaults(command=_certs)
+
+
 def _add_connection(parser: argparse.ArgumentParser, *more_names: str) -> None:
     names = ("--target", "--address", *more_names)
     parser.add_argument(*names, dest="target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="of the router")
-    parser.add_argument("--token", help="a bearer token")
+    access.add_options(parser)
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -300,6 +327,8 @@ def _serve(options: argparse.Namespace) -> int:
         if options.port is not None or options.http_port is not None:
             port = cluster_config.router.port if options.port is None else options.port
             cluster_config = cluster_config.with_port(port, options.http_port)
+        if options.require_auth:
+            cluster_config = cluster_config.requiring_auth()
     except (config.ConfigError, OSError) as error:
         print(f"baton: {error}", file=sys.stderr)
         return 2
@@ -310,6 +339,19 @@ def _stop(options: argparse.Namespace) -> int:
     from baton.router.__main__ import stop
 
     return stop(options.timeout)
+
+
+def _certs(options: argparse.Namespace) -> int:
+    # Cryptography takes a while to import, and only this command needs it.
+    from baton.client.certs import CertsError, make_certificates
+
+    try:
+        made = make_certificates(options.directory, options.host, options.client, options.days)
+    except CertsError as error:
+        print(f"baton: {error}", file=sys.stderr)
+        return 2
+    _show(made)
+    return 0
 
 
 def _generate(options: argparse.Namespace) -> int:
@@ -444,10 +486,12 @@ def _planned(options: argparse.Namespace) -> Sequence[workload.Arrival]:
 async def _measure(options: argparse.Namespace, plan: Sequence[workload.Arrival]) -> int:
     objectives = bench.Objectives(options.slo_ttft_ms, options.slo_tpot_ms)
     server: bench.Server
+    token, tls = access.token_of(options), access.tls_of(options)
     if options.url is not None:
-        server = OpenAIServer(options.url, options.token, options.timeout)
+        server = OpenAIServer(options.url, token, options.timeout, tls)
     else:
-        server = GrpcServer(options.target, options.token, options.timeout)
+        access.warn_of_plain_text(token, tls, options.target)
+        server = GrpcServer(options.target, token, options.timeout, tls)
     out = _console()
     try:
         model = await server.model()
@@ -509,7 +553,9 @@ def _write_report(
 
 
 def _client(options: argparse.Namespace) -> Client:
-    return Client(options.target, token=options.token)
+    token, tls = access.token_of(options), access.tls_of(options)
+    access.warn_of_plain_text(token, tls, options.target)
+    return Client(options.target, token=token, tls=tls)
 
 
 def _console() -> Console:

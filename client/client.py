@@ -30,6 +30,7 @@ from baton.client.resume import Attempt, Output, Patience, Progress
 from baton.proto import cluster_pb2 as cluster
 from baton.proto import cluster_pb2_grpc, inference_pb2_grpc
 from baton.proto import inference_pb2 as inference
+from baton.proto.credentials import ClientTls
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 
@@ -116,13 +117,15 @@ class AsyncGeneration:
 
 
 class Client:
-    """A connection to one router, for threads. `token` is sent as a bearer token; `timeout_s` is for a whole call."""
+    """A connection to one router, for threads. `token` is sent as a bearer token, `tls` says whom to trust, None is
+    plain text; `timeout_s` is for a whole call. Raises CredentialsError for certificates that cannot be used."""
 
     def __init__(
         self,
         target: str = DEFAULT_TARGET,
         *,
         token: str | None = None,
+        tls: ClientTls | None = None,
         timeout_s: float | None = None,
         patience: Patience | None = None,
     ) -> None:
@@ -130,7 +133,12 @@ class Client:
         self._metadata = _metadata(token)
         self._timeout_s = timeout_s
         self._patience = patience or Patience()
-        self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        self._tls = tls is not None
+        self._channel = (
+            grpc.secure_channel(target, tls.channel_credentials(), options=(*_CHANNEL_OPTIONS, *tls.options))
+            if tls is not None
+            else grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        )
         self._inference: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._cluster: Any = cluster_pb2_grpc.ClusterStub(self._channel)
         self._connected = False
@@ -162,7 +170,7 @@ class Client:
                 yield from self._stream(progress, attempt, deadline)
                 error = progress.ended(attempt)
             except grpc.RpcError as rpc_error:
-                error = from_rpc_error(rpc_error, self.target)
+                error = from_rpc_error(rpc_error, self.target, self._tls)
             if error is not None:
                 delay_s = progress.retry_delay_s(error, time.monotonic())
                 if delay_s is None:
@@ -202,7 +210,7 @@ class Client:
                 self._connected = True
                 yield status
         except grpc.RpcError as error:
-            raise from_rpc_error(error, self.target) from None
+            raise from_rpc_error(error, self.target, self._tls) from None
         finally:
             call.cancel()
 
@@ -247,7 +255,7 @@ class Client:
         try:
             response = method(request, timeout=self._timeout_s or timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise from_rpc_error(error, self.target) from None
+            raise from_rpc_error(error, self.target, self._tls) from None
         self._connected = True
         return response
 
@@ -271,6 +279,7 @@ class AsyncClient:
         target: str = DEFAULT_TARGET,
         *,
         token: str | None = None,
+        tls: ClientTls | None = None,
         timeout_s: float | None = None,
         patience: Patience | None = None,
     ) -> None:
@@ -278,7 +287,12 @@ class AsyncClient:
         self._metadata = _metadata(token)
         self._timeout_s = timeout_s
         self._patience = patience or Patience()
-        self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        self._tls = tls is not None
+        self._channel = (
+            grpc.aio.secure_channel(target, tls.channel_credentials(), options=(*_CHANNEL_OPTIONS, *tls.options))
+            if tls is not None
+            else grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        )
         self._inference: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._cluster: Any = cluster_pb2_grpc.ClusterStub(self._channel)
         self._connected = False
@@ -312,7 +326,7 @@ class AsyncClient:
                     yield progress.accept(attempt, message)
                 error = progress.ended(attempt)
             except grpc.RpcError as rpc_error:
-                error = from_rpc_error(rpc_error, self.target)
+                error = from_rpc_error(rpc_error, self.target, self._tls)
             finally:
                 call.cancel()
             if error is not None:
@@ -343,7 +357,7 @@ class AsyncClient:
                 self._connected = True
                 yield status
         except grpc.RpcError as error:
-            raise from_rpc_error(error, self.target) from None
+            raise from_rpc_error(error, self.target, self._tls) from None
         finally:
             call.cancel()
 
@@ -378,7 +392,7 @@ class AsyncClient:
         try:
             response = await method(request, timeout=self._timeout_s or timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise from_rpc_error(error, self.target) from None
+            raise from_rpc_error(error, self.target, self._tls) from None
         self._connected = True
         return response
 

@@ -14,6 +14,7 @@ Refuses to know: what the caller does next (`client.resume` decides whether to t
     +-- Unavailable         no worker, or no connection
     |   +-- ConnectionLost      the connection broke
     |   +-- ConnectionRefused   none could be made
+    +-- Untrusted           no TLS between the two: a certificate that one of them does not accept, or no TLS at all
     +-- ServerError         everything that should not happen
 """
 
@@ -29,6 +30,21 @@ from google.rpc import error_details_pb2, status_pb2
 _DETAILS_KEY = "grpc-status-details-bin"
 # gRPC reports a broken connection with the status that a router would use to say "no worker". Only its words differ.
 _REFUSED_WORDS = ("failed to connect", "name resolution", "dns resolution", "no route to host")
+# Of a handshake that went wrong, what its library says and what a person makes of it. The first that is found counts.
+_TLS_WORDS = (
+    ("certificate has expired", "the router's certificate has expired"),
+    ("certificate is not yet valid", "the router's certificate is not valid yet: is a clock wrong?"),
+    ("hostname verification check failed", "the router's certificate is for another name: see --tls-name"),
+    ("peer name", "the router's certificate is for another name: see --tls-name"),
+    ("certificate_verify_failed", "the router's certificate is of no authority that is trusted here: see --tls-ca"),
+    ("wrong_version_number", "it does not speak TLS there: connect without --tls"),
+    ("certificate_required", "it wants a certificate of its clients: see --tls-cert"),
+    ("certificate_expired", "this client's certificate has expired"),
+    ("unknown_ca", "this client's certificate is of no authority that is trusted there"),
+    ("bad_certificate", "this client's certificate is not accepted there"),
+    ("ssl_error", "the handshake failed"),
+    ("handshake failed", "the handshake failed"),
+)
 _LOST_WORDS = (
     "socket closed",
     "stream removed",
@@ -106,6 +122,10 @@ class ConnectionRefused(Unavailable):
     pass
 
 
+class Untrusted(BatonError):
+    pass
+
+
 class ServerError(BatonError):
     pass
 
@@ -121,13 +141,24 @@ _BY_CODE: dict[grpc.StatusCode, type[BatonError]] = {
 }
 
 
-def from_rpc_error(error: grpc.RpcError, target: str) -> BatonError:
-    """The exception for a failed call, sync or asyncio. `target` is named where no connection could be made."""
+def from_rpc_error(error: grpc.RpcError, target: str, tls: bool = False) -> BatonError:
+    """The exception for a failed call, sync or asyncio. `target` is named where no connection could be made; `tls`:
+    whether it was to be one by TLS."""
     code: grpc.StatusCode = error.code()
     message: str = error.details() or code.name
     words = message.lower()
+    if tls and code is grpc.StatusCode.UNAVAILABLE:
+        for word, meaning in _TLS_WORDS:
+            if word in words:
+                return Untrusted(f"no TLS with {target}: {meaning} ({message.rsplit(': ', 1)[-1]})", code.name)
     if code is grpc.StatusCode.UNAVAILABLE and any(word in words for word in _REFUSED_WORDS):
-        return ConnectionRefused(f"no router at {target} ({message.rsplit(': ', 1)[-1]})", code.name)
+        reason = message.rsplit(": ", 1)[-1]
+        if any(word in reason.lower() for word in _LOST_WORDS):
+            # Somebody is there and hangs up, as who speaks TLS does on plain text, and who wants a certificate on none.
+            reason += (
+                "; does it want a certificate, or another? see --tls-cert" if tls else "; does it speak TLS? see --tls"
+            )
+        return ConnectionRefused(f"no router at {target} ({reason})", code.name)
     connection_codes = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
     if code in connection_codes and any(word in words for word in _LOST_WORDS):
         return ConnectionLost(f"lost the connection to {target} ({message})", code.name)

@@ -36,6 +36,7 @@ from baton.client.errors import BatonError
 from baton.client.resume import Finish
 from baton.client.servers import GrpcServer
 from baton.proto import cluster_pb2 as cluster
+from baton.proto.credentials import ClientTls
 from baton.proto.messages import Role
 from baton.router.config import ClusterConfig, ConfigError
 
@@ -53,13 +54,15 @@ class LiveError(Exception):
 
 
 @contextmanager
-def backend(config: ClusterConfig, target: str | None, token: str | None) -> Iterator[Backend]:
+def backend(
+    config: ClusterConfig, target: str | None, token: str | None, tls: ClientTls | None = None
+) -> Iterator[Backend]:
     """One point at a time: on the cluster at `target`, or else on one of our own for each shape."""
     with ThreadPoolExecutor(1, "live") as executor:
-        host = _Local(config) if target is None else _Remote(target, token)
+        host = _Local(config) if target is None else _Remote(target, token, tls)
         try:
             # The machine is part of what results depend on; so is whose cluster it is.
-            yield Backend("live", Live(host, token), executor, [target, calibrate.machine()])
+            yield Backend("live", Live(host, token, tls), executor, [target, calibrate.machine()])
         finally:
             # By the thread that started it.
             executor.submit(host.close).result()
@@ -110,7 +113,7 @@ class _Local:
         # A worker that changes its role keeps the scheduler's settings with which it was started.
         kept = (setup.router, schedulers) if len(schedulers) == 1 else setup
         if kept == self._kept:
-            return self._target, tuple(asyncio.run(_reshaped(self._target, None, setup)))
+            return self._target, tuple(asyncio.run(_reshaped(self._target, None, None, setup)))
         self._running.close()
         self._kept = None
         self._target = self._running.enter_context(calibrate.running(_configured(self._config, setup)))
@@ -121,19 +124,20 @@ class _Local:
 class _Remote:
     """A cluster that serves already."""
 
-    def __init__(self, target: str, token: str | None) -> None:
+    def __init__(self, target: str, token: str | None, tls: ClientTls | None) -> None:
         self._target = target
         self._token = token
+        self._tls = tls
 
     def close(self) -> None:
         """It is somebody else's."""
 
     def shaped(self, setup: ClusterSetup) -> tuple[str, tuple[RoleChange, ...]]:
-        return self._target, tuple(asyncio.run(_reshaped(self._target, self._token, setup)))
+        return self._target, tuple(asyncio.run(_reshaped(self._target, self._token, self._tls, setup)))
 
 
-async def _reshaped(target: str, token: str | None, setup: ClusterSetup) -> list[RoleChange]:
-    async with AsyncClient(target, token=token, timeout_s=RESHAPE_TIMEOUT_S) as client:
+async def _reshaped(target: str, token: str | None, tls: ClientTls | None, setup: ClusterSetup) -> list[RoleChange]:
+    async with AsyncClient(target, token=token, tls=tls, timeout_s=RESHAPE_TIMEOUT_S) as client:
         return await reshape(client, sizes(setup))
 
 
@@ -143,10 +147,11 @@ class Live:
 
     host: _Host
     token: str | None = None
+    tls: ClientTls | None = None
 
     def __call__(self, point: Point) -> Summary:
         target, changes = self.host.shaped(point.setup)
-        return asyncio.run(measured(target, self.token, point, changes))
+        return asyncio.run(measured(target, self.token, point, changes, self.tls))
 
 
 def _configured(config: ClusterConfig, setup: ClusterSetup) -> ClusterConfig:
@@ -227,12 +232,18 @@ async def _until_ready(client: AsyncClient, wanted: dict[Role, int]) -> None:
         raise LiveError(f"the cluster was not in shape within {RESHAPE_TIMEOUT_S:g} s: wanted {found}") from None
 
 
-async def measured(target: str, token: str | None, point: Point, changes: Sequence[RoleChange] = ()) -> Summary:
+async def measured(
+    target: str,
+    token: str | None,
+    point: Point,
+    changes: Sequence[RoleChange] = (),
+    tls: ClientTls | None = None,
+) -> Summary:
     """Loads the cluster at `target` with the point's arrivals. Raises LiveError if it does not come to rest before."""
-    server = _Telling(target, token)
+    server = _Telling(target, token, tls)
     recorder = Recorder(point.slo)
     itl = Histogram()
-    async with AsyncClient(target, token=token) as client:
+    async with AsyncClient(target, token=token, tls=tls) as client:
         try:
             model = await server.model()
             await _until_quiet(client)
@@ -275,8 +286,8 @@ async def _until_quiet(client: AsyncClient) -> None:
 class _Telling(GrpcServer):
     """A Baton router whose accounts are kept, by the seed of their requests."""
 
-    def __init__(self, target: str, token: str | None) -> None:
-        super().__init__(target, token, REQUEST_TIMEOUT_S)
+    def __init__(self, target: str, token: str | None, tls: ClientTls | None) -> None:
+        super().__init__(target, token, REQUEST_TIMEOUT_S, tls)
         self.finishes: dict[int, Finish] = {}
 
     async def stream(self, prompt: Sequence[int], output_tokens: int, seed: int) -> AsyncIterator[Message]:

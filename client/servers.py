@@ -18,8 +18,9 @@ from urllib.parse import urlsplit
 
 from baton.client.bench import Message, ServedModel
 from baton.client.client import AsyncClient, AsyncGeneration
-from baton.client.errors import BatonError, ConnectionLost, ConnectionRefused, DeadlineExceeded, NotFound
+from baton.client.errors import BatonError, ConnectionLost, ConnectionRefused, DeadlineExceeded, NotFound, Untrusted
 from baton.client.resume import Patience
+from baton.proto.credentials import ClientTls
 
 # Ids that are ordinary words in every vocabulary in use, where a server does not tell the size of its own.
 _COMMON_TOKEN_IDS = range(1_000, 20_000)
@@ -38,10 +39,11 @@ class GrpcServer:
     It has as many connections as a crowd of clients would have: a router's replicas share connections, not streams.
     """
 
-    def __init__(self, target: str, token: str | None, timeout_s: float) -> None:
+    def __init__(self, target: str, token: str | None, timeout_s: float, tls: ClientTls | None = None) -> None:
         patience = Patience(give_up_s=0.0)
         self._clients = [
-            AsyncClient(target, token=token, timeout_s=timeout_s, patience=patience) for _ in range(_CONNECTIONS)
+            AsyncClient(target, token=token, tls=tls, timeout_s=timeout_s, patience=patience)
+            for _ in range(_CONNECTIONS)
         ]
         self._numbers = itertools.count()
 
@@ -75,7 +77,7 @@ class OpenAIServer:
     """A server with `/v1/completions`, asked with token ids so that lengths are exact. Connections are kept, as those
     of gRPC are, and there are as many as requests at a time."""
 
-    def __init__(self, url: str, token: str | None, timeout_s: float) -> None:
+    def __init__(self, url: str, token: str | None, timeout_s: float, tls: ClientTls | None = None) -> None:
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
@@ -85,7 +87,8 @@ class OpenAIServer:
             raise BadAddress(f"not an http:// or https:// address: {url}")
         self._host = host
         self._port = port or (443 if parts.scheme == "https" else 80)
-        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self._ssl = (tls or ClientTls()).context() if parts.scheme == "https" else None
+        self._name = tls.name if tls is not None and tls.name and self._ssl is not None else None
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._url = url
         self._token = token
@@ -174,7 +177,10 @@ class OpenAIServer:
             except (OSError, asyncio.IncompleteReadError):
                 pass
         try:
-            connection = _Connection(*await asyncio.open_connection(self._host, self._port, ssl=self._ssl))
+            streams = await asyncio.open_connection(self._host, self._port, ssl=self._ssl, server_hostname=self._name)
+            connection = _Connection(*streams)
+        except ssl.SSLError as error:
+            raise Untrusted(f"no TLS with {self._url} ({error.reason or error})", "UNAVAILABLE") from None
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error
             raise ConnectionRefused(f"no server at {self._url} ({reason})", "UNAVAILABLE") from None

@@ -31,6 +31,7 @@ class DecodeDuty:
             core.failed,
             core.metrics,
             pull_ids,
+            core.wire,
         )
         self.lending = None
 

@@ -20,6 +20,7 @@ from baton.engine.vital import Failed, vital
 from baton.engine.worker import KEEPALIVE_OPTIONS
 from baton.proto import worker_pb2 as wire
 from baton.proto import worker_pb2_grpc
+from baton.proto.credentials import PLAIN, ClusterWire
 from baton.proto.messages import HandoffSource, KvGeometry
 from baton.proto.settings import TransferSettings
 
@@ -61,6 +62,7 @@ class PeerLink:
         settings: TransferSettings,
         listener: PeerListener,
         failed: Failed,
+        wire_to_peers: ClusterWire = PLAIN,
     ) -> None:
         self.worker_id = source.worker_id
         self.incarnation = source.incarnation
@@ -71,6 +73,7 @@ class PeerLink:
         self._settings = settings
         self._listener = listener
         self._failed = failed
+        self._wire = wire_to_peers
         self._outbox: asyncio.Queue[wire.WatcherMessage] = asyncio.Queue()
         self._closed = False
         self._task = asyncio.create_task(self._run())
@@ -88,7 +91,7 @@ class PeerLink:
         reason = "an unexpected error"
         with vital(self._failed):
             try:
-                async with grpc.aio.insecure_channel(self.grpc_address, options=CHANNEL_OPTIONS) as channel:
+                async with self._wire.channel(self.grpc_address, CHANNEL_OPTIONS) as channel:
                     stream = worker_pb2_grpc.HandoffStub(channel).Watch(self._outgoing())
                     reason = await self._read(stream)
             except grpc.aio.AioRpcError as error:

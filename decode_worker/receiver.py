@@ -27,6 +27,7 @@ from baton.kvtransfer.connector import Connector, Pull, PullEvent, PullState
 from baton.kvtransfer.incoming import Incoming, ProtocolError, WantedPull
 from baton.kvtransfer.layout import coalesce
 from baton.proto import worker_pb2 as wire
+from baton.proto.credentials import PLAIN, ClusterWire
 from baton.proto.messages import ChunkNotice, HandoffSource, KvGeometry, Leg
 from baton.proto.settings import TransferSettings
 from baton.scheduler.sequence import Sequence
@@ -101,11 +102,13 @@ class Receiver:
         failed: Failed,
         metrics: WorkerMetrics,
         pull_ids: Iterator[int],
+        wire_to_peers: ClusterWire = PLAIN,
     ) -> None:
         self._hello = wire.WatcherHello(worker_id=worker_id, incarnation=incarnation, geometry=geometry.to_wire())
         self._geometry = geometry
         self._connector = connector
         self._settings = settings
+        self._wire = wire_to_peers
         self._clock = clock
         self._strip = strip
         self._failed = failed
@@ -207,7 +210,7 @@ class Receiver:
     def _expect(self, sequence_id: str, source: HandoffSource, num_tokens: int) -> None:
         link = self._links.get(source.incarnation)
         if link is None:
-            link = PeerLink(source, self._hello, self._geometry, self._settings, self, self._failed)
+            link = PeerLink(source, self._hello, self._geometry, self._settings, self, self._failed, self._wire)
             self._links[source.incarnation] = link
         incoming = Incoming(sequence_id, source, num_tokens, self._geometry.block_size)
         self._handoffs[sequence_id] = self._by_source[source.sequence_id] = _Handoff(incoming, link)

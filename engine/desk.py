@@ -16,7 +16,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 MAX_BACKLOG = 10_000
 """Reports that may wait for one router: minutes of steps."""
+HELLO_S = 10.0
+"""For the first message of a stream."""
 MAX_TURN_S = 120.0
 """A step that takes longer will never end."""
 
@@ -122,7 +124,7 @@ class RouterDesk(worker_pb2_grpc.WorkerServicer):
         self, requests: AsyncIterator[wire.RouterMessage], context: Context
     ) -> AsyncIterator[wire.WorkerMessage]:
         assert self._step_loop is not None
-        hello = await anext(aiter(requests), None)
+        hello = await first_message(requests, context)
         if hello is None or hello.WhichOneof("message") != "hello":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of a router must be hello")
             return
@@ -279,3 +281,12 @@ def _post(reports: list[tuple[RouterLink, WorkerReport]]) -> None:
 def _end(links: list[RouterLink]) -> None:
     for link in links:
         link.outbox.put_nowait(None)
+
+
+async def first_message(messages: AsyncIterator[Any], context: Context) -> Any:
+    """None if the other side ends the stream instead; who opens one and says nothing is hung up on."""
+    try:
+        async with asyncio.timeout(HELLO_S):
+            return await anext(aiter(messages), None)
+    except TimeoutError:
+        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello came within {HELLO_S:g} s")

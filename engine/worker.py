@@ -32,6 +32,7 @@ from baton.engine.vital import Failed
 from baton.proto import worker_pb2 as wire
 from baton.proto import worker_pb2_grpc
 from baton.proto.context import Context
+from baton.proto.credentials import ClusterWire
 from baton.proto.messages import (
     FailureKind,
     KvGeometry,
@@ -65,6 +66,13 @@ KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
+)
+# Who connects and says nothing is hung up on. A router, or a decode worker, has one stream a connection.
+_SERVER_OPTIONS = (
+    *KEEPALIVE_OPTIONS,
+    ("grpc.server_handshake_timeout_ms", 5_000),
+    ("grpc.max_concurrent_streams", 16),
+    ("grpc.max_allowed_incoming_connections", 4096),
 )
 
 
@@ -121,6 +129,7 @@ class WorkerCore:
         self.incarnation = new_incarnation()
         self.clock = clock
         self.failed = failed
+        self.wire = ClusterWire(settings.cluster_tls)
         self.metrics = WorkerMetrics(settings, runner.description, self.incarnation, connector_name)
         self._connector_name = connector_name
         self._endpoint = Endpoint(self.metrics) if settings.observability.worker_metrics else None
@@ -155,12 +164,12 @@ class WorkerCore:
     async def start(self) -> WorkerDescription:
         """Opens the gRPC port, for routers and for those who read KV here, and starts the step loop."""
         # Two workers of a machine may look for a port of the same range: neither may join the other's.
-        server = grpc.aio.server(options=(*KEEPALIVE_OPTIONS, ("grpc.so_reuseport", 0)))
+        server = grpc.aio.server(options=(*_SERVER_OPTIONS, ("grpc.so_reuseport", 0)))
         worker_pb2_grpc.add_WorkerServicer_to_server(self.desk, server)
         worker_pb2_grpc.add_HandoffServicer_to_server(LendingDoor(self), server)
         host = self.settings.host
         shown = f"[{host}]" if ":" in host else host
-        port = _bind(server, shown, self.settings.ports)
+        port = _bind(server, self.wire, shown, self.settings.ports)
         await server.start()
         self._server, self._address = server, f"{shown}:{port}"
         if self._endpoint is not None:
@@ -458,11 +467,11 @@ class LendingDoor(worker_pb2_grpc.HandoffServicer):
                 yield message
 
 
-def _bind(server: grpc.aio.Server, host: str, ports: Collection[int]) -> int:
+def _bind(server: grpc.aio.Server, wire: ClusterWire, host: str, ports: Collection[int]) -> int:
     """Takes the first of these ports that is free, or any if there are none. Raises OSError."""
     for port in ports or (0,):
         try:
-            return server.add_insecure_port(f"{host}:{port}")
+            return wire.add_port(server, f"{host}:{port}")
         except RuntimeError:
             continue
     raise OSError(f"{host} has no free port from {min(ports)} to {max(ports)}: router.worker_ports should have more")

@@ -268,6 +268,7 @@ class Fleet:
                     host=settings.host if loopback else "",
                     ports=settings.worker_port_range,
                     model_name=self._router.model_name,
+                    cluster_tls=self._config.security.cluster_tls,
                 ),
                 pool,
                 self._site,

@@ -148,6 +148,8 @@ def open_ray(num_cpus: float = 0.0, resources: Mapping[str, float] | None = None
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # gRPC would write a line for each stranger's handshake that fails.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # Ray would start an idle process for each CPU that we claim to have.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     try:

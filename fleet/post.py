@@ -235,7 +235,7 @@ class Post:
             await self._fail(outcome.message)
             return
         router, settings = self._site.router, self._site.router.config.router
-        link = WorkerLink(outcome, router.incarnation, settings.worker_silence_s)
+        link = WorkerLink(outcome, router.incarnation, settings.worker_silence_s, router.wire)
         try:
             await link.open(router.reported, settings.connect_timeout_s)
         except ConnectionError as error:

@@ -132,7 +132,8 @@ class RouterHost:
             host = self._config.router.host
             self._peers = peers
             loopback = host in ("127.0.0.1", "::1")
-            replicas.peer_address = await peers.open(host if loopback else ray.util.get_node_ip_address())
+            address = host if loopback else ray.util.get_node_ip_address()
+            replicas.peer_address = await peers.open(address, router.wire)
             self._peer_address.set_result(replicas.peer_address)
         return addresses
 

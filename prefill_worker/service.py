@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from baton.engine.clock import Clock
+from baton.engine.desk import first_message
 from baton.engine.vital import Failed, vital
 from baton.prefill_worker.lender import Lender, WatcherLink
 from baton.proto import worker_pb2 as wire
@@ -65,7 +66,7 @@ class HandoffService(worker_pb2_grpc.HandoffServicer):
     async def Watch(
         self, requests: AsyncIterator[wire.WatcherMessage], context: Context
     ) -> AsyncIterator[wire.LenderMessage]:
-        first = await anext(aiter(requests), None)
+        first = await first_message(requests, context)
         if first is None or first.WhichOneof("message") != "hello":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of a watcher must be hello")
             return

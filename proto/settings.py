@@ -113,6 +113,40 @@ class ObservabilitySettings:
 
 
 @dataclass(frozen=True, slots=True)
+class TlsSettings:
+    """What clients meet at the router's two ports: a certificate (PEM, with its chain) and its key; empty: plain text.
+
+    `client_ca_file`: clients must show a certificate of one of these authorities, beside whatever key they show.
+    """
+
+    cert_file: str = ""
+    key_file: str = ""
+    client_ca_file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterTlsSettings:
+    """What Baton's own processes show each other, each to each; empty: plain text.
+
+    `ca_file` holds the authority of this cluster and of nothing else: whoever has a certificate of it is a member. The
+    files have the same paths on every machine.
+    """
+
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SecuritySettings:
+    """Who may connect, and who can read along. `require_auth`: nothing starts while anybody could call unasked."""
+
+    require_auth: bool = False
+    tls: TlsSettings = field(default_factory=TlsSettings)
+    cluster_tls: ClusterTlsSettings = field(default_factory=ClusterTlsSettings)
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSettings:
     """All that one worker process needs to know at its start.
 
@@ -131,3 +165,4 @@ class WorkerSettings:
     ports: Collection[int] = ()
     idle_report_s: float = 0.1
     model_name: str = ""
+    cluster_tls: ClusterTlsSettings = field(default_factory=ClusterTlsSettings)

@@ -21,11 +21,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
+from datetime import UTC, datetime
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 import psutil
 
@@ -44,12 +46,16 @@ from baton.fleet.launch import (
     open_ray,
     start_router,
 )
+from baton.proto.credentials import CredentialsError
 from baton.proto.messages import Role
-from baton.proto.settings import RankSettings, WorkerSettings
+from baton.proto.settings import ClusterTlsSettings, RankSettings, TlsSettings, WorkerSettings
+from baton.router.certificates import check_certificates
 from baton.router.config import ClusterConfig, PoolConfig
+from baton.router.exposure import openings
 from baton.router.keys import KeysError, read_keys
 
 Failed = Callable[[BaseException], None]
+Files = TypeVar("Files", TlsSettings, ClusterTlsSettings)
 
 # The launcher and the router hold these functions and never call them. Their imports stand inside, so that torch, 1.5 s
 # and 200 MiB for each process, is loaded by workers alone.
@@ -222,16 +228,12 @@ def check(config: ClusterConfig, elsewhere: bool = False) -> Path:
     `elsewhere`: router and workers will be on machines of which this one tells nothing: its ports, its memory and its
     GPUs are not looked at. Raises StartError or CheckpointError.
     """
-    router, transfer = config.router, config.transfer
+    transfer = config.transfer
     if not elsewhere:
         _check_machine(config)
     if transfer.connector == "nixl" and not any(map(_installed, ("nixl", "nixl_cu12", "nixl_cu13"))):
         raise StartError("the connector nixl needs the package nixl, which is not installed")
-    if router.api_keys_file:
-        try:
-            read_keys(Path(router.api_keys_file))
-        except KeysError as error:
-            raise StartError(str(error)) from error
+    check_access(config)
     model_dir = resolve_model(config.model)
     for pool in config.pools:
         if pool.engine.tensor_parallel > 1:
@@ -264,14 +266,42 @@ def _check_machine(config: ClusterConfig) -> None:
         )
 
 
+def check_access(config: ClusterConfig) -> None:
+    """Keys and certificates that can be used, and who may come in without. Raises StartError; warns of the rest."""
+    try:
+        if config.router.api_keys_file:
+            read_keys(Path(config.router.api_keys_file))
+        warnings = check_certificates(config.security, datetime.now(UTC))
+    except (KeysError, CredentialsError) as error:
+        raise StartError(str(error)) from error
+    found = openings(config)
+    if found and config.security.require_auth:
+        raise StartError(f"with require_auth nothing may be open to anybody, but {'; '.join(found)}")
+    if found:
+        warnings = [*warnings, f"open to whoever reaches {config.router.host}: {'; '.join(found)} (docs/security.md)"]
+    for warning in warnings:
+        print("baton: warning:", warning, file=sys.stderr, flush=True)
+
+
 def with_absolute_paths(config: ClusterConfig) -> ClusterConfig:
     """The same cluster with files that are found from other working directories too: the router's is another's."""
-    keys, steps = config.router.api_keys_file, config.observability.step_log
+    keys, steps, security = config.router.api_keys_file, config.observability.step_log, config.security
     if keys:
-        config = replace(config, router=replace(config.router, api_keys_file=str(Path(keys).resolve())))
+        config = replace(config, router=replace(config.router, api_keys_file=_absolute(keys)))
+    tls, cluster_tls = _with_absolute_files(security.tls), _with_absolute_files(security.cluster_tls)
+    config = replace(config, security=replace(security, tls=tls, cluster_tls=cluster_tls))
     if steps:
         config = replace(config, observability=replace(config.observability, step_log=str(Path(steps).resolve())))
     return config
+
+
+def _with_absolute_files(section: Files) -> Files:
+    return replace(section, **{each.name: _absolute(getattr(section, each.name)) for each in fields(section)})
+
+
+def _absolute(file: str) -> str:
+    """Below a home it stays so: each machine has its own."""
+    return str(Path(file).resolve()) if file and not file.startswith("~") else file
 
 
 def sharing_cores(config: ClusterConfig) -> ClusterConfig:

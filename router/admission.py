@@ -65,20 +65,24 @@ class NotFound:
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
     """`max_pool_tokens`: the most tokens that one sequence can hold in the smallest pool it would pass through; None
-    where no pool is smaller than the model's length."""
+    where no pool is smaller than the model's length. `max_request_tokens`: the operator's own bound."""
 
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     max_pool_tokens: int | None = None
+    max_request_tokens: int | None = None
 
     @property
     def max_tokens(self) -> int:
         """Prompt and output together."""
-        return min(self.max_model_len, self.max_pool_tokens or self.max_model_len)
+        bounds = (self.max_model_len, self.max_pool_tokens, self.max_request_tokens)
+        return min(bound for bound in bounds if bound is not None)
 
     @property
     def max_tokens_source(self) -> str:
+        if self.max_tokens == self.max_request_tokens:
+            return "what this server allows one request"
         return "the model's length" if self.max_tokens == self.max_model_len else "what the smallest pool can hold"
 
 

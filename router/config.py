@@ -9,6 +9,7 @@ checked (`router.schema`).
         model, engine, scheduler        defaults of all pools
         pools: {<name>: {role, size, engine, scheduler, resources}}
         router, kvtransfer, observability
+        security: {require_auth, tls, cluster_tls}
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from typing import Any
 
 from baton.proto.messages import Role
 from baton.proto.settings import (
+    ClusterTlsSettings,
     EngineSettings,
     ObservabilitySettings,
     SchedulerSettings,
+    SecuritySettings,
+    TlsSettings,
     TransferSettings,
     bounded,
     one_of,
@@ -56,7 +60,9 @@ class RouterSettings:
     `replicas`: router processes behind the same two ports, each with its share of what may be queued.
     `port` is gRPC's; a port of 0 takes a free one. `served_model_name`: what HTTP clients call the model, empty for its
     own name. `api_keys_file`: one key a line, which gRPC and HTTP clients must then show as a bearer token.
-    `max_requests_per_s`: of one client by HTTP, 0 is no limit. `cors_origins`: sites whose pages may call, by commas.
+    `max_requests_per_s`, `max_requests_at_once`: of one client, which is a key's owner, or an address where no keys
+    are; 0 requests a second is no limit. `max_request_tokens`: prompt and output together, 0 is what the model and the
+    pools allow. `max_header_kib`: of one request. `cors_origins`: sites whose pages may call, by commas.
     `binding`: whether the decode worker is chosen with the prefill worker or when the prompt
     is computed. `credit_steps`: prompt tokens that a worker may hold uncomputed, in multiples of its
     `max_num_batched_tokens`. `no_worker_grace_s`: how long a request waits for a role of which no worker is there.
@@ -76,6 +82,8 @@ class RouterSettings:
     served_model_name: str = ""
     api_keys_file: str = ""
     max_requests_per_s: float = bounded(0.0, minimum=0.0)
+    max_requests_at_once: int = bounded(2048, minimum=1)
+    max_request_tokens: int = bounded(0, minimum=0)
     cors_origins: str = ""
     policy: str = one_of("queue_depth", POLICIES)
     binding: str = one_of("early", ("early", "late"))
@@ -94,6 +102,7 @@ class RouterSettings:
     worker_network: str = ""
     worker_ports: str = ""
     max_message_mib: int = bounded(64, minimum=1, maximum=2047)
+    max_header_kib: int = bounded(64, minimum=1, maximum=1024)
 
     @property
     def worker_port_range(self) -> range:
@@ -139,6 +148,7 @@ class ClusterConfig:
     router: RouterSettings = field(default_factory=RouterSettings)
     transfer: TransferSettings = field(default_factory=TransferSettings)
     observability: ObservabilitySettings = field(default_factory=ObservabilitySettings)
+    security: SecuritySettings = field(default_factory=SecuritySettings)
 
     def size(self, role: Role) -> int:
         """Workers of a role, over all pools."""
@@ -192,6 +202,9 @@ class ClusterConfig:
         checked_field(RouterSettings, "http_port", http_port, f"{SECTION}.router.http_port")
         return replace(self, router=replace(self.router, port=port, http_port=http_port))
 
+    def requiring_auth(self) -> ClusterConfig:
+        return replace(self, security=replace(self.security, require_auth=True))
+
 
 def load(path: Path) -> ClusterConfig:
     """Reads a cluster-launcher file; raises `ConfigError` for the first thing that is wrong with Baton's section."""
@@ -216,7 +229,8 @@ def defaults(
 
 
 def _cluster(section: Mapping[str, Any]) -> ClusterConfig:
-    refuse_unknown(section, ("model", "engine", "scheduler", "pools", "router", "kvtransfer", "observability"), SECTION)
+    known = ("model", "engine", "scheduler", "pools", "router", "kvtransfer", "observability", "security")
+    refuse_unknown(section, known, SECTION)
     engine = filled(EngineSettings(), section.get("engine"), f"{SECTION}.engine")
     if "model" in section:
         model = checked_field(EngineSettings, "model", section["model"], f"{SECTION}.model")
@@ -231,8 +245,19 @@ def _cluster(section: Mapping[str, Any]) -> ClusterConfig:
         router=filled(RouterSettings(), section.get("router"), f"{SECTION}.router"),
         transfer=filled(TransferSettings(), section.get("kvtransfer"), f"{SECTION}.kvtransfer"),
         observability=filled(ObservabilitySettings(), section.get("observability"), f"{SECTION}.observability"),
+        security=_security(as_section(section.get("security"), f"{SECTION}.security"), f"{SECTION}.security"),
     )
     return _checked(config)
+
+
+def _security(section: Mapping[str, Any], path: str) -> SecuritySettings:
+    refuse_unknown(section, ("require_auth", "tls", "cluster_tls"), path)
+    required = section.get("require_auth", False)
+    return SecuritySettings(
+        require_auth=checked_field(SecuritySettings, "require_auth", required, f"{path}.require_auth"),
+        tls=filled(TlsSettings(), section.get("tls"), f"{path}.tls"),
+        cluster_tls=filled(ClusterTlsSettings(), section.get("cluster_tls"), f"{path}.cluster_tls"),
+    )
 
 
 def _pool(name: str, section: Mapping[str, Any], engine: EngineSettings, scheduler: SchedulerSettings) -> PoolConfig:
@@ -312,6 +337,7 @@ def _checked(config: ClusterConfig) -> ClusterConfig:
         raise ConfigError(f"{SECTION}.observability.trace_endpoint", problem)
     for pool in config.pools:
         _check_devices(pool)
+    _check_security(config.security)
     return config
 
 
@@ -356,6 +382,19 @@ def _check_worker_addresses(router: RouterSettings) -> None:
         except ValueError as error:
             problem = f"is {router.worker_network!r}, must be node or a network as 10.1.0.0/16 or fd00::/8"
             raise ConfigError(f"{path}.worker_network", problem) from error
+
+
+def _check_security(security: SecuritySettings) -> None:
+    """A certificate without its key, or half of what makes trust mutual, would fail later and elsewhere."""
+    tls, cluster, path = security.tls, security.cluster_tls, f"{SECTION}.security"
+    sections = [("tls", tls, ("cert_file", "key_file")), ("cluster_tls", cluster, ("ca_file", "cert_file", "key_file"))]
+    for name, section, together in sections:
+        given = [key for key in together if getattr(section, key)]
+        missing = [key for key in together if key not in given]
+        if given and missing:
+            raise ConfigError(f"{path}.{name}.{missing[0]}", f"is empty, but {given[0]} is given: they go together")
+    if tls.client_ca_file and not tls.cert_file:
+        raise ConfigError(f"{path}.tls.cert_file", "is empty, but client_ca_file is given: they go together")
 
 
 def _check_devices(pool: PoolConfig) -> None:

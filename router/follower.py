@@ -190,7 +190,7 @@ class Follower:
         while True:
             try:
                 address = await self._find_keeper()
-                async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+                async with self._router.wire.channel(address, CHANNEL_OPTIONS) as channel:
                     self._keeper = channel
                     await self._listen(replica_pb2_grpc.ReplicaStub(channel).Follow(self._statuses()))
             except (grpc.aio.AioRpcError, TimeoutError, OSError) as error:
@@ -247,7 +247,7 @@ class Follower:
             if description is None:
                 await place.changed.wait()
                 continue
-            link = WorkerLink(description, router.incarnation, router.config.router.worker_silence_s)
+            link = WorkerLink(description, router.incarnation, router.config.router.worker_silence_s, router.wire)
             try:
                 await link.open(router.reported, router.config.router.connect_timeout_s)
             except ConnectionError as error:

@@ -13,8 +13,11 @@ import base64
 import binascii
 import hashlib
 import hmac
+import logging
 import re
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 MIN_KEY_CHARS = 8
 
@@ -30,7 +33,7 @@ class Keyring:
     """Keys by name. It holds digests, so that no dump or log can show a key."""
 
     def __init__(self, keys: dict[str, str]) -> None:
-        self._digests = {name: _digest(key) for name, key in keys.items()}
+        self._digests = _digests(keys)
 
     def name_of(self, authorization: str) -> str | None:
         """Whose key the value of an Authorization header shows; None if it shows none of ours.
@@ -51,10 +54,40 @@ class Keyring:
         return found
 
 
-def read_keys(file: Path) -> Keyring:
-    """Raises KeysError."""
+class KeysFile(Keyring):
+    """The keys in a file, read again when it has changed: a key that is taken out of it opens nothing any more.
+
+    Raises KeysError for a file that cannot be used; one that is so later on is logged, and the former keys stay.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file.expanduser()
+        self._changed_ns = self._when()
+        super().__init__(read_keys(file))
+
+    def name_of(self, authorization: str) -> str | None:
+        changed_ns = self._when()
+        if changed_ns != self._changed_ns:
+            self._changed_ns = changed_ns
+            try:
+                self._digests = _digests(read_keys(self._file))
+            except KeysError as error:
+                log.error("the former keys stay in use: %s", error)
+            else:
+                log.info("the keys' file %s was read again", self._file)
+        return super().name_of(authorization)
+
+    def _when(self) -> int:
+        try:
+            return self._file.stat().st_mtime_ns
+        except OSError:
+            return 0
+
+
+def read_keys(file: Path) -> dict[str, str]:
+    """Keys by name. Raises KeysError."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.expanduser().read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise KeysError(f"the keys' file {file} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -73,7 +106,11 @@ def read_keys(file: Path) -> Keyring:
         keys[name] = key
     if not keys:
         raise KeysError(f"the keys' file {file} has no key: nobody could call")
-    return Keyring(keys)
+    return keys
+
+
+def _digests(keys: dict[str, str]) -> dict[str, bytes]:
+    return {name: _digest(key) for name, key in keys.items()}
 
 
 def _digest(key: str) -> bytes:

@@ -16,6 +16,7 @@ import grpc
 
 from baton.proto import worker_pb2 as wire
 from baton.proto import worker_pb2_grpc
+from baton.proto.credentials import PLAIN, ClusterWire
 from baton.proto.messages import (
     FailureKind,
     LegFailure,
@@ -43,8 +44,15 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 class WorkerLink:
     """See the module's drawing. Made by `open`; belongs to one event loop."""
 
-    def __init__(self, description: WorkerDescription, router_incarnation: str, silence_s: float) -> None:
+    def __init__(
+        self,
+        description: WorkerDescription,
+        router_incarnation: str,
+        silence_s: float,
+        wire_to_worker: ClusterWire = PLAIN,
+    ) -> None:
         self.description = description
+        self._wire = wire_to_worker
         self._router_incarnation = router_incarnation
         self._silence_s = silence_s
         self._outbox: asyncio.Queue[wire.RouterMessage] = asyncio.Queue()
@@ -124,7 +132,7 @@ class WorkerLink:
     async def _run(self) -> None:
         reason = "an unexpected error"
         try:
-            async with grpc.aio.insecure_channel(self.description.address, options=CHANNEL_OPTIONS) as channel:
+            async with self._wire.channel(self.description.address, CHANNEL_OPTIONS) as channel:
                 stream = worker_pb2_grpc.WorkerStub(channel).Connect(self._outgoing())
                 reason = await self._read(stream)
         except grpc.aio.AioRpcError as error:

@@ -24,6 +24,7 @@ from baton.proto import cluster_pb2_grpc, replica_pb2_grpc
 from baton.proto import inference_pb2 as inference
 from baton.proto import replica_pb2 as wire
 from baton.proto.context import Context
+from baton.proto.credentials import PLAIN, ClusterWire
 
 log = logging.getLogger(__name__)
 
@@ -44,14 +45,18 @@ _SERVER_OPTIONS = (
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.server_handshake_timeout_ms", 5_000),
+    ("grpc.max_concurrent_streams", 1024),
+    ("grpc.max_allowed_incoming_connections", 4096),
 )
 
 
 class Replicas:
     """Replica `number` of `count`. Belongs to one event loop."""
 
-    def __init__(self, number: int = 0, count: int = 1) -> None:
+    def __init__(self, number: int = 0, count: int = 1, wire_to_others: ClusterWire = PLAIN) -> None:
         self.number = number
+        self._wire = wire_to_others
         self.count = count
         self.grpc_address = self.http_address = self.peer_address = ""
         self._others: list[cluster.RouterStatus] = []
@@ -99,7 +104,7 @@ class Replicas:
 
         async def one(address: str) -> int:
             try:
-                async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+                async with self._wire.channel(address, CHANNEL_OPTIONS) as channel:
                     return await ask(replica_pb2_grpc.ReplicaStub(channel))
             except grpc.aio.AioRpcError as error:
                 log.warning("the replica at %s did not answer: %s", address, error.code().name)
@@ -120,7 +125,8 @@ class ReplicaService(replica_pb2_grpc.ReplicaServicer):
 
 
 class PeerServer:
-    """The server on which the other replicas reach this one; it asks for no key, as workers' do not."""
+    """The server on which the other replicas reach this one; it asks for no key, as workers' do not, but with
+    `security.cluster_tls` for a certificate."""
 
     def __init__(self, service: ReplicaService, changes: cluster_pb2_grpc.ClusterServicer | None = None) -> None:
         """`changes`: the keeper's, to which followers pass operators' wishes on."""
@@ -128,11 +134,11 @@ class PeerServer:
         self._changes = changes
         self._server: grpc.aio.Server | None = None
 
-    async def open(self, host: str) -> str:
+    async def open(self, host: str, wire_to_others: ClusterWire = PLAIN) -> str:
         """Starts it on a free port; returns host:port."""
         self._server = server = grpc.aio.server(options=_SERVER_OPTIONS)
         shown = f"[{host}]" if ":" in host else host
-        port = server.add_insecure_port(f"{shown}:0")
+        port = wire_to_others.add_port(server, f"{shown}:0")
         replica_pb2_grpc.add_ReplicaServicer_to_server(self._service, server)
         if self._changes is not None:
             cluster_pb2_grpc.add_ClusterServicer_to_server(self._changes, server)

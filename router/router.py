@@ -16,6 +16,7 @@ from collections.abc import Hashable
 from contextlib import aclosing
 from random import Random
 
+from baton.proto.credentials import ClusterWire
 from baton.proto.messages import LoadReport, Role, Sampling
 from baton.router.admission import ModelLimits
 from baton.router.config import ClusterConfig
@@ -50,7 +51,8 @@ class Router(RouterCore[WorkerLink]):
         self.incarnation = secrets.token_hex(8)
         self.started_s = time.monotonic()
         self.tokenizer = tokenizer
-        self.replicas = Replicas(number, config.router.replicas)
+        self.wire = ClusterWire(config.security.cluster_tls)
+        self.replicas = Replicas(number, config.router.replicas, self.wire)
         self.observers = Observers()
         self.recent = RecentRequests()
         self.observers.add(self.recent)
@@ -89,6 +91,7 @@ class Router(RouterCore[WorkerLink]):
             max_model_len=min(lengths, default=self.tokenizer.max_position_embeddings or 2048),
             eos_token_ids=tuple(self.tokenizer.eos_token_ids),
             max_pool_tokens=min(pools, default=None),
+            max_request_tokens=self.config.router.max_request_tokens or None,
         )
 
     # --- requests ---------------------------------------------------------------------------------------------------

@@ -19,18 +19,21 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from baton.proto import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from baton.proto.credentials import FrontDoor
+from baton.proto.settings import TlsSettings
+from baton.router.allowance import Allowance
 from baton.router.cluster import ClusterService, Workforce
 from baton.router.config import RouterSettings
 from baton.router.gateway import Gateway
+from baton.router.guard import Guard
 from baton.router.http.app import create_app
 from baton.router.http.metrics_route import metrics_routes
 from baton.router.http.server import HttpServer
-from baton.router.keys import Keyring, read_keys
+from baton.router.keys import Keyring, KeysFile
 from baton.router.metrics import RouterMetrics
 from baton.router.request_log import RequestLog
 from baton.router.router import Router
-from baton.router.service import InferenceService, KeyGuard
-from baton.router.status import UnreadableRequests
+from baton.router.service import InferenceService
 from baton.router.tracing import RequestTracer
 from baton.telemetry.tracing import FLUSH_S, open_sink
 
@@ -38,6 +41,14 @@ log = logging.getLogger(__name__)
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 CLUSTER = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name
+
+
+# Who connects and does not go on to a call is hung up on, as is who has none for long; gRPC's own clients come back.
+HANDSHAKE_MS = 10_000
+IDLE_MS = 600_000
+# Beyond these a connection waits, or is closed: they bound what strangers can make the router keep.
+MAX_STREAMS_A_CONNECTION = 1024
+MAX_CONNECTIONS = 4096
 
 
 class PortTaken(Exception):
@@ -70,20 +81,24 @@ class RouterServer:
             router.observers.add(RequestTracer(self._spans, router.model_name, observability.trace_ratio))
         self._health = HealthServicer()
         self._keys: Keyring | None = None
+        self._front = FrontDoor(TlsSettings())
+        self._allowance = Allowance(router.config.router.max_requests_at_once, router.config.router.max_requests_per_s)
         self._server: grpc.aio.Server | None = None
         self._http: HttpServer | None = None
 
     async def open(self, settings: RouterSettings, patience_s: float = 0.0) -> Addresses:
         """Binds and starts both; returns their addresses.
 
-        Raises PortTaken if a port stays taken for `patience_s`, KeysError for a keys' file that cannot be used.
+        Raises PortTaken if a port stays taken for `patience_s`, KeysError or CredentialsError for a file that cannot be
+        used.
         """
-        self._keys = read_keys(Path(settings.api_keys_file)) if settings.api_keys_file else None
+        self._keys = KeysFile(Path(settings.api_keys_file)) if settings.api_keys_file else None
+        self._front = FrontDoor(self._router.config.security.tls)
         grpc_addresses = await self._open_grpc(settings, patience_s)
         try:
-            app = create_app(self._router, self.gateway, self._workforce, self._keys)
+            app = create_app(self._router, self.gateway, self._workforce, self._allowance, self._keys)
             app.include_router(metrics_routes(self._metrics))
-            self._http = HttpServer(app)
+            self._http = HttpServer(app, self._front.context(), settings.max_header_kib << 10)
             http_addresses = await self._http.open(
                 settings.host, settings.http_port, patience_s, shared=settings.replicas > 1
             )
@@ -95,8 +110,7 @@ class RouterServer:
     async def _open_grpc(self, settings: RouterSettings, patience_s: float) -> list[str]:
         deadline = asyncio.get_running_loop().time() + patience_s
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        guard = (KeyGuard(self._keys),) if self._keys is not None else ()
-        interceptors = (*guard, UnreadableRequests())
+        interceptors = (Guard(self._keys, self._allowance),)
         while True:
             server = grpc.aio.server(
                 interceptors=interceptors,
@@ -104,6 +118,12 @@ class RouterServer:
                     ("grpc.so_reuseport", int(settings.replicas > 1)),
                     ("grpc.max_receive_message_length", settings.max_message_mib << 20),
                     ("grpc.max_send_message_length", settings.max_message_mib << 20),
+                    ("grpc.max_metadata_size", settings.max_header_kib << 10),
+                    ("grpc.absolute_max_metadata_size", settings.max_header_kib << 10),
+                    ("grpc.max_concurrent_streams", MAX_STREAMS_A_CONNECTION),
+                    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+                    ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+                    ("grpc.max_connection_idle_ms", IDLE_MS),
                     ("grpc.keepalive_time_ms", 10_000),
                     ("grpc.keepalive_timeout_ms", 5_000),
                     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
@@ -112,9 +132,9 @@ class RouterServer:
                 ),
             )
             try:
-                ports = [server.add_insecure_port(f"{host}:{settings.port}")]
+                ports = [self._front.add_port(server, f"{host}:{settings.port}")]
                 if settings.replicas > 1:
-                    ports.append(server.add_insecure_port(f"{host}:0"))
+                    ports.append(self._front.add_port(server, f"{host}:0"))
                 break
             except RuntimeError as error:
                 if asyncio.get_running_loop().time() >= deadline:

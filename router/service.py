@@ -1,16 +1,12 @@
 """The gRPC face: the Inference service.
 
-Owns: the translation between gRPC calls and the gateway, and who may call. Refuses to know: what becomes of a request
-(`gateway`).
+Owns: the translation between gRPC calls and the gateway. Refuses to know: who may call (`guard`), and what becomes of a
+request (`gateway`).
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any
-
-import grpc
 
 from baton.proto import inference_pb2 as inference
 from baton.proto import inference_pb2_grpc
@@ -18,11 +14,11 @@ from baton.proto.context import Context
 from baton.router.gateway import Gateway, Refused
 from baton.router.keys import Keyring
 from baton.router.observe import Call, Face
-from baton.router.status import OUR_METHODS, refuse, refuse_call
+from baton.router.status import refuse_call
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """Serves `Inference` for one gateway. `keys` give clients their names; `KeyGuard` keeps the others out."""
+    """Serves `Inference` for one gateway. `keys` give clients their names; `Guard` keeps the others out."""
 
     def __init__(self, gateway: Gateway, keys: Keyring | None = None) -> None:
         self._gateway = gateway
@@ -68,38 +64,3 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             tracestate=metadata.get("tracestate", ""),
             client=client or "",
         )
-
-
-class KeyGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Answers calls of our services with UNAUTHENTICATED unless their metadata have `authorization: Bearer KEY`.
-
-    Health and reflection are open: they tell nothing of requests, and those who watch a server have no key.
-    """
-
-    def __init__(self, keys: Keyring) -> None:
-        self._keys = keys
-
-    async def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
-    ) -> Any:
-        handler = await continuation(details)
-        metadata = dict(details.invocation_metadata or ())
-        shown = metadata.get("authorization", "")
-        if handler is None or not details.method.startswith(OUR_METHODS):
-            return handler
-        if isinstance(shown, str) and self._keys.name_of(shown) is not None:
-            return handler
-        fault = "is not one of this server's" if shown else "is missing"
-        message = f"the API key {fault}: send the metadata authorization: Bearer KEY"
-
-        async def one(request: bytes, context: Context) -> None:
-            await refuse(context, grpc.StatusCode.UNAUTHENTICATED, message)
-
-        async def many(request: bytes, context: Context) -> AsyncIterator[bytes]:
-            await refuse(context, grpc.StatusCode.UNAUTHENTICATED, message)
-            yield b""
-
-        # Without functions to read and write messages: nothing of the request is looked at.
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(many)
-        return grpc.unary_unary_rpc_method_handler(one)

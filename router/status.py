@@ -1,29 +1,24 @@
 """Errors in the form that gRPC clients read: a status code, a message, and google.rpc details.
 
-Owns: the translation of refusals and troubles to status codes, and what becomes of bytes that are no message.
+Owns: the translation of refusals and troubles to status codes.
 Refuses to know: what caused them.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
 import grpc
 from google.protobuf import any_pb2
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from baton.proto.context import Context
 from baton.router.admission import FieldViolation
 from baton.router.gateway import Refused
 from baton.router.journey import Trouble
-
-OUR_METHODS = "/baton."
 
 CODES = {
     Trouble.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
@@ -73,52 +68,3 @@ async def refuse(context: Context, code: grpc.StatusCode, message: str, *details
         status.details.append(packed)
     await context.abort(code, message, trailing_metadata=(("grpc-status-details-bin", status.SerializeToString()),))
     raise AssertionError("abort returns never")
-
-
-# --- bytes that are no message --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Unreadable:
-    """Stands where the request should be."""
-
-    reason: str
-
-
-class UnreadableRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Answers bytes that do not parse with INTERNAL, as gRPC's table of codes has it.
-
-    Left alone, the server takes a client's garbage for a bug of ours: UNKNOWN, and a traceback in the log each time.
-    """
-
-    async def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
-    ) -> Any:
-        handler = await continuation(details)
-        if handler is None or not details.method.startswith(OUR_METHODS):
-            return handler
-
-        def read(data: bytes) -> Any:
-            try:
-                return handler.request_deserializer(data)
-            except DecodeError as error:
-                return _Unreadable(str(error))
-
-        async def one(request: Any, context: Context) -> Any:
-            if isinstance(request, _Unreadable):
-                await refuse(context, grpc.StatusCode.INTERNAL, request.reason)
-            return await handler.unary_unary(request, context)
-
-        async def many(request: Any, context: Context) -> None:
-            if isinstance(request, _Unreadable):
-                await refuse(context, grpc.StatusCode.INTERNAL, request.reason)
-            if not inspect.isasyncgenfunction(handler.unary_stream):
-                await handler.unary_stream(request, context)
-                return
-            async with aclosing(handler.unary_stream(request, context)) as responses:
-                async for response in responses:
-                    await context.write(response)
-
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(many, read, handler.response_serializer)
-        return grpc.unary_unary_rpc_method_handler(one, read, handler.response_serializer)

@@ -22,6 +22,7 @@ from functools import partial
 from itertools import accumulate
 from socket import AF_INET, AF_INET6
 from socketserver import TCPServer
+from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 from wsgiref.types import StartResponse, WSGIEnvironment
 
@@ -47,6 +48,8 @@ BLOCKS = tuple(float(1 << power) for power in range(14))
 
 REQUEST_S = 10.0
 """How long an endpoint waits for the bytes of a request."""
+MAX_SCRAPES = 16
+"""At a time, each on a thread; a connection more is closed."""
 CLOSE_POLL_S = 0.1
 
 
@@ -210,10 +213,23 @@ class _Server(ThreadingWSGIServer):
     address_family = AF_INET
 
     def server_bind(self) -> None:
+        self._room = threading.BoundedSemaphore(MAX_SCRAPES)
         # HTTPServer's own would ask the name service for the host's name, which may take seconds.
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
         self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
 
 
 class _Server6(_Server):

@@ -22,8 +22,15 @@ from baton.kvtransfer.sharded import open_sharded
 from baton.prefill_worker.duty import PrefillDuty
 from baton.proto import cluster_pb2 as cluster
 from baton.proto import cluster_pb2_grpc, inference_pb2_grpc
+from baton.proto.credentials import ClientTls
 from baton.proto.messages import Role, RoleChange, RoleKept, WorkerDescription
-from baton.proto.settings import ObservabilitySettings, SchedulerSettings, TransferSettings, WorkerSettings
+from baton.proto.settings import (
+    ObservabilitySettings,
+    SchedulerSettings,
+    SecuritySettings,
+    TransferSettings,
+    WorkerSettings,
+)
 from baton.router.cluster import Departure, WorkerState, WorkforceError
 from baton.router.config import ClusterConfig, RouterSettings, defaults
 from baton.router.link import WorkerLink
@@ -85,6 +92,8 @@ class SmallCluster:
     router_settings: RouterSettings = field(default_factory=lambda: RouterSettings(port=0))
     block_size: int = 16
     observability: ObservabilitySettings = field(default_factory=ObservabilitySettings)
+    security: SecuritySettings = field(default_factory=SecuritySettings)
+    client_tls: ClientTls | None = None
 
     async def __aenter__(self) -> SmallCluster:
         self.failures: list[BaseException] = []
@@ -94,7 +103,7 @@ class SmallCluster:
             for pool in config.pools
         )
         settings = replace(self.router_settings, http_port=0)
-        config = ClusterConfig("paper", pools, settings, self.transfer, self.observability)
+        config = ClusterConfig("paper", pools, settings, self.transfer, self.observability, self.security)
         self.router = Router(config, Tokenizer(self.model_dir))
         self.seats: dict[str, Seat] = {}
         counts = {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.COLOCATED: self.colocated}
@@ -106,7 +115,11 @@ class SmallCluster:
         self.address, self.http_address = addresses.grpc, addresses.http
         replicas = self.router.replicas
         replicas.grpc_address, replicas.http_address = addresses.own_grpc, addresses.own_http
-        self.channel = grpc.aio.insecure_channel(addresses.own_grpc)
+        self.channel = (
+            grpc.aio.secure_channel(addresses.own_grpc, self.client_tls.channel_credentials())
+            if self.client_tls is not None
+            else grpc.aio.insecure_channel(addresses.own_grpc)
+        )
         self.inference = inference_pb2_grpc.InferenceStub(self.channel)
         self.cluster = cluster_pb2_grpc.ClusterStub(self.channel)
         return self
@@ -131,6 +144,7 @@ class SmallCluster:
             observability=self.observability,
             idle_report_s=0.02,
             model_name=self.router.model_name,
+            cluster_tls=self.security.cluster_tls,
         )
         runner = self.make_runner()
         worker = make_worker(settings, runner, self.failures.append)
@@ -139,7 +153,7 @@ class SmallCluster:
         return seat
 
     async def _connect(self, description: WorkerDescription) -> WorkerLink:
-        link = WorkerLink(description, self.router.incarnation, silence_s=5.0)
+        link = WorkerLink(description, self.router.incarnation, silence_s=5.0, wire_to_worker=self.router.wire)
         await link.open(self.router.reported, timeout_s=5.0)
         self.router.connect(link)
         link.lost.add_done_callback(lambda _: self.router.disconnect(link))

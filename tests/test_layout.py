@@ -51,6 +51,7 @@ NOT_IN_SCHEDULER = {"torch", "time", "datetime", "asyncio", "threading", "loggin
 NOT_ON_A_VIRTUAL_CLOCK = {"torch", "numpy", "time", "ray", "grpc", "aiohttp"}
 RUN_BY_CAPACITY = {"router", "kvtransfer"}  # what it reaches of these runs on a virtual clock
 ENVIRONMENT_USERS = {
+    "client/access.py",  # a client's token, which may not stand on a command line
     "engine/checkpoint.py",  # where the cache directory is
     "kvtransfer/lane.py",  # what NCCL and torch read when a group opens
     "kvtransfer/nixl_agent.py",  # what UCX and NIXL read when they are loaded

@@ -17,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from baton import __version__
+from baton.router.allowance import Allowance
 from baton.router.cluster import Workforce
 from baton.router.gateway import Gateway
 from baton.router.http import chat, completions, openapi, tokens
@@ -37,7 +38,9 @@ from baton.router.keys import Keyring
 from baton.router.router import Router
 
 
-def create_app(router: Router, gateway: Gateway, workforce: Workforce, keys: Keyring | None = None) -> FastAPI:
+def create_app(
+    router: Router, gateway: Gateway, workforce: Workforce, allowance: Allowance, keys: Keyring | None = None
+) -> FastAPI:
     """The application of one router. Without `keys` it is open to all."""
     settings = router.config.router
     app = FastAPI(
@@ -55,7 +58,7 @@ def create_app(router: Router, gateway: Gateway, workforce: Workforce, keys: Key
     app.include_router(cluster_routes(router, workforce))
     # Here /metrics is added.
     _add_errors(app)
-    app.add_middleware(Door, keys=keys, max_requests_per_s=settings.max_requests_per_s)
+    app.add_middleware(Door, keys=keys, allowance=allowance)
     origins = [origin.strip() for origin in settings.cors_origins.split(",") if origin.strip()]
     if origins:
         # Outside the door, so that pages can read refusals too.

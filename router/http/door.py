@@ -1,4 +1,4 @@
-"""What every HTTP request passes before its route: its id, the client's key, the client's rate.
+"""What every HTTP request passes before its route: its id, the client's key, the client's share of the router.
 
 Owns: who may come in and under what name. Refuses to know: routes, but for those that are open to all.
 
@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.router.admission import MAX_NAME_CHARS, is_name, random_request_id
+from baton.router.allowance import Allowance
 from baton.router.http.errors import ApiError, retry_after
-from baton.router.http.limits import RateLimit
 from baton.router.keys import Keyring
 from baton.router.observe import Call, Face
 
@@ -38,10 +38,10 @@ class Visit:
 class Door:
     """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, keys: Keyring | None, max_requests_per_s: float) -> None:
+    def __init__(self, app: ASGIApp, keys: Keyring | None, allowance: Allowance) -> None:
         self._app = app
         self._keys = keys
-        self._rate = RateLimit(max_requests_per_s) if max_requests_per_s else None
+        self._allowance = allowance
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -59,15 +59,21 @@ class Door:
                 message["headers"] = [*message.get("headers", ()), shown]
             return send(message)
 
+        if scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send_with_id)
+            return
         try:
-            if scope["path"] not in OPEN_PATHS:
-                client = self._client(headers.get(b"authorization", b"").decode("latin-1"), scope["path"])
-                self._hold_back(client or (scope.get("client") or ("",))[0], scope["method"])
-                scope[_VISIT] = Visit(request_id, client)
+            client = self._client(headers.get(b"authorization", b"").decode("latin-1"), scope["path"])
+            counted = client or (scope.get("client") or ("",))[0]
+            self._let_in(counted, scope["method"])
         except ApiError as error:
             await error.response()(scope, receive, send_with_id)
             return
-        await self._app(scope, receive, send_with_id)
+        scope[_VISIT] = Visit(request_id, client)
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            self._allowance.leave(counted)
 
     def _client(self, authorization: str, path: str) -> str:
         if self._keys is None:
@@ -80,12 +86,12 @@ class Door:
             raise ApiError(401, message, headers={"WWW-Authenticate": f'{scheme} realm="baton"'})
         return name
 
-    def _hold_back(self, client: str, method: str) -> None:
-        if self._rate is None or method != "POST":
-            return
-        wait_s = self._rate.wait_s(client, time.monotonic())
-        if wait_s > 0.0:
-            raise ApiError(429, f"too many requests: wait {wait_s:.2f} s", headers=retry_after(wait_s))
+    def _let_in(self, client: str, method: str) -> None:
+        """Counts the client in. Raises ApiError if it has too much already; then it is not."""
+        excess = self._allowance.ask(client, time.monotonic()) if method == "POST" else None
+        excess = excess or self._allowance.enter(client)
+        if excess is not None:
+            raise ApiError(429, excess.message, headers=retry_after(excess.wait_s))
 
 
 def visit_of(request: Request) -> Visit:

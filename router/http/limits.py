@@ -1,4 +1,4 @@
-"""How much of its clients the HTTP face takes: bytes of a body, bytes of all bodies, requests a second.
+"""How much of its clients the HTTP face takes: bytes of a body, bytes of all bodies.
 
 Owns: the counts. Refuses to know: what bodies hold and who clients are.
 """
@@ -6,7 +6,6 @@ Owns: the counts. Refuses to know: what bodies hold and who clients are.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -18,7 +17,6 @@ from baton.router.http.errors import ApiError, from_validation, retry_after
 READ_S = 60.0
 MAX_BODIES = 8
 LARGE_BYTES = 1 << 20
-MAX_CLIENTS = 10_000
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -85,35 +83,3 @@ def _parsed(body: bytes, model: type[M]) -> M:
         return model.model_validate(data)
     except ValidationError as error:
         raise from_validation(error) from error
-
-
-class RateLimit:
-    """A token bucket for each client: `per_s` requests a second, and as many at once, but at least one.
-
-    The clients that have not called for longest are forgotten: their buckets are the fullest.
-    """
-
-    def __init__(self, per_s: float) -> None:
-        self._per_s = per_s
-        self._burst = max(1.0, per_s)
-        self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
-
-    def wait_s(self, client: str, now: float) -> float:
-        """0 and one request less to come, or how long the client must wait for its next."""
-        bucket = self._buckets.pop(client, None) or _Bucket(self._burst, now)
-        self._buckets[client] = bucket
-        if len(self._buckets) > MAX_CLIENTS:
-            self._buckets.popitem(last=False)
-        bucket.level = min(self._burst, bucket.level + (now - bucket.at_s) * self._per_s)
-        bucket.at_s = now
-        if bucket.level < 1.0:
-            return (1.0 - bucket.level) / self._per_s
-        bucket.level -= 1.0
-        return 0.0
-
-
-class _Bucket:
-    __slots__ = ("at_s", "level")
-
-    def __init__(self, level: float, at_s: float) -> None:
-        self.level, self.at_s = level, at_s

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from contextlib import suppress
 
 import uvicorn
@@ -17,6 +18,9 @@ KEEP_ALIVE_S = 75
 # From the connection, or from a later request's first bytes, to the end of the request's head.
 HEAD_S = 60.0
 MAX_HEAD_BYTES = 64 << 10
+HANDSHAKE_S = 10.0
+# One more is closed at once: with its buffers a connection at rest takes some 30 KiB, by TLS some 100.
+MAX_CONNECTIONS = 4096
 START_S = 10.0
 # What the kernel keeps of one connection for a client that does not read. Left to itself it takes megabytes, which hide
 # for minutes that nobody reads. The server's own buffer is as large; then the answer's writer has to wait.
@@ -62,12 +66,22 @@ class _Protocol(HttpToolsProtocol):
     _head_bytes = 0
     _num_turns = 0
     _cycles: tuple[RequestResponseCycle, ...] = ()
+    _fault = ""
+    max_head_bytes = MAX_HEAD_BYTES
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # By TLS it would be eight times as much, and hide as long that nobody reads.
+        transport.set_write_buffer_limits(SEND_BUFFER_BYTES)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
         self._await_head()
 
     def on_headers_complete(self) -> None:
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self.max_head_bytes:
+            # A head that has come in one go was never counted. The parser passes this on as a request that is no HTTP.
+            self._fault = self._too_large
+            raise ValueError(self._fault)
         self._in_head, self._head_bytes = False, 0
         self._stop_waiting()
         self._num_turns += 1
@@ -86,10 +100,17 @@ class _Protocol(HttpToolsProtocol):
         # Only bytes between which nothing began or ended are all of one head.
         if self._in_head and num_turns == self._num_turns and not self.transport.is_closing():
             self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self.send_400_response(f"The request's head is larger than {MAX_HEAD_BYTES} bytes.")
+            if self._head_bytes > self.max_head_bytes:
+                self.send_400_response(self._too_large)
             elif self._head_timer is None:
                 self._await_head()
+
+    @property
+    def _too_large(self) -> str:
+        return f"The request's head is larger than {self.max_head_bytes} bytes."
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(self._fault or msg)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
@@ -117,22 +138,45 @@ class _Protocol(HttpToolsProtocol):
 
 
 class _Server(uvicorn.Server):
-    """A server that tells when it listens."""
+    """A server that tells when it listens, and that waits for a TLS handshake no longer than for a greeting."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, context: ssl.SSLContext | None, max_head_bytes: int) -> None:
         super().__init__(config)
         self.listens = asyncio.Event()
+        self._context = context
+        self._max_head_bytes = max_head_bytes
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        """What the base class does with sockets, in which a handshake has a minute."""
+        loop, handshake_s = asyncio.get_running_loop(), HANDSHAKE_S if self._context is not None else None
+        self.servers = [
+            await loop.create_server(
+                self._connection,
+                sock=listener,
+                ssl=self._context,
+                ssl_handshake_timeout=handshake_s,
+                backlog=self.config.backlog,
+            )
+            for listener in sockets or ()
+        ]
+        self.started = True
         self.listens.set()
+
+    def _connection(self) -> _Protocol:
+        protocol = _Protocol(self.config, self.server_state, self.lifespan.state)
+        protocol.max_head_bytes = self._max_head_bytes
+        return protocol
 
 
 class HttpServer:
-    """Serves one application; `open` once, `close` once."""
+    """Serves one application, with a context by TLS alone; `open` once, `close` once."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(
+        self, app: ASGIApp, context: ssl.SSLContext | None = None, max_head_bytes: int = MAX_HEAD_BYTES
+    ) -> None:
         self._app = app
+        self._context = context
+        self._max_head_bytes = max_head_bytes
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -157,7 +201,7 @@ class HttpServer:
             server_header=False,
             proxy_headers=False,
         )
-        self._server = _Server(config)
+        self._server = _Server(config, self._context, self._max_head_bytes)
         self._task = asyncio.create_task(self._serve(listeners))
         async with asyncio.timeout(START_S):
             await self._server.listens.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from baton.proto import cluster_pb2 as pb
 from baton.proto import inference_pb2 as inference
 from baton.router.__main__ import StartError, check
 from baton.router.config import RouterSettings, defaults
-from baton.router.keys import Keyring, KeysError, read_keys
+from baton.router.keys import Keyring, KeysError, KeysFile, read_keys
 
 KEY, OTHER = "sk-0123456789abcdef", "a-second-key-with:colon"
 FILE = f"# who may call\n\nci: {KEY}\n{OTHER}\n"
@@ -44,7 +45,7 @@ async def locked(paper_dir, keys_file) -> AsyncIterator[SmallCluster]:
 
 
 def test_keys_have_the_names_that_the_file_gives_them(keys_file) -> None:
-    keys = read_keys(keys_file)
+    keys = KeysFile(keys_file)
     assert keys.name_of(f"Bearer {KEY}") == "ci"
     assert keys.name_of(f"bearer   {OTHER}") == "key-2"
     assert keys.name_of("Basic " + base64.b64encode(f"anyone:{OTHER}".encode()).decode()) == "key-2"
@@ -66,7 +67,7 @@ def test_keys_have_the_names_that_the_file_gives_them(keys_file) -> None:
     ],
 )
 def test_nothing_else_opens(keys_file, shown) -> None:
-    assert read_keys(keys_file).name_of(shown) is None
+    assert KeysFile(keys_file).name_of(shown) is None
 
 
 @pytest.mark.parametrize(
@@ -198,6 +199,26 @@ async def test_a_call_bears_the_keys_name_and_logs_never_the_key(locked, caplog)
     assert watcher.clients == ["ci", "key-2", "ci"]
     own = [record.getMessage() for record in caplog.records if record.name.startswith("baton")]
     assert not [line for line in own if KEY in line or OTHER in line or "wrong-key" in line]
+
+
+async def test_a_key_taken_out_of_the_file_opens_nothing_and_a_broken_file_changes_nothing(locked, keys_file) -> None:
+    async with client_of(locked) as http:
+
+        async def opens(key: str) -> bool:
+            answered = await http.get("/v1/models", headers=bearer(key))
+            return answered.status_code == 200
+
+        def write(text: str, age_s: int) -> None:
+            keys_file.write_text(text)
+            os.utime(keys_file, (age_s, age_s))
+
+        assert await opens(KEY)
+        write(f"{OTHER}\nnew: another-key-here\n", 1_000)
+        assert [await opens(key) for key in (KEY, OTHER, "another-key-here")] == [False, True, True]
+        write("short\n", 2_000)
+        assert await opens(OTHER)
+        write(FILE, 3_000)
+        assert await opens(KEY)
 
 
 async def test_without_keys_nobody_needs_one(cluster) -> None:

@@ -13,9 +13,9 @@ from small_cluster import SmallCluster
 from web import client_of
 
 from baton.proto.settings import SchedulerSettings
+from baton.router.allowance import RateLimit
 from baton.router.config import RouterSettings
 from baton.router.http import limits
-from baton.router.http.limits import RateLimit
 
 MIB = 1 << 20
 JSON = {"Content-Type": "application/json"}

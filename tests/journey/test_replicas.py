@@ -40,7 +40,7 @@ class Keeping:
         small = self.small
         self._service = KeeperService(small.router, small, small.server.gateway)
         self._server = PeerServer(self._service, ClusterService(small.router, small))
-        self.address = small.router.replicas.peer_address = await self._server.open("127.0.0.1")
+        self.address = small.router.replicas.peer_address = await self._server.open("127.0.0.1", small.router.wire)
         self._service.open()
 
     async def close(self) -> None:
@@ -77,7 +77,7 @@ class Second:
         self._peers = PeerServer(FollowerService(self.follower, self.server.gateway))
         replicas = router.replicas
         replicas.grpc_address, replicas.http_address = addresses.own_grpc, addresses.own_http
-        replicas.peer_address = await self._peers.open("127.0.0.1")
+        replicas.peer_address = await self._peers.open("127.0.0.1", router.wire)
         await self.follower.open(timeout_s=10.0)
         self.channel = grpc.aio.insecure_channel(addresses.own_grpc)
         self.inference = inference_pb2_grpc.InferenceStub(self.channel)
