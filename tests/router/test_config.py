@@ -369,7 +369,8 @@ def test_the_files_own_configuration_is_one_pair_with_the_demo_model_on_cpu() ->
     assert config.model == "demo"
     assert config.router == RouterSettings()
     assert config.transfer == TransferSettings()
-    expected = [replace(pool, engine=replace(pool.engine, kv_cache_gib=1.0)) for pool in config.pools]
+    assert [pool.resource for pool in config.pools] == ["prefill", "decode"]
+    expected = [replace(pool, engine=replace(pool.engine, kv_cache_gib=1.0), resource="") for pool in config.pools]
     assert expected == list(defaults().pools)
 
 
@@ -395,8 +396,9 @@ def test_the_start_commands_of_head_and_workers_fit_together() -> None:
     raw = yaml.safe_load(CLUSTER_YAML.read_text())
     head, worker = " ".join(raw["head_start_ray_commands"]), " ".join(raw["worker_start_ray_commands"])
     assert "--autoscaling-config=~/ray_bootstrap_config.yaml" in head
-    assert "RAY_enable_autoscaler_v2=0" in head
     assert "RAY_health_check_period_ms=500" in head
+    assert head.count("RAY_AUTH_MODE=token") == 2
+    assert "RAY_AUTH_MODE=token" in worker
     port = re.search(r"--port=(\d+)", head)
     assert port is not None
     assert f"--address=$RAY_HEAD_IP:{port[1]}" in worker
