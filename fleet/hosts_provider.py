@@ -8,6 +8,7 @@ type offers and what is started there, which are the launcher file's, and Baton.
       module: baton.fleet.hosts_provider.HostsProvider
       head_ip: 10.0.0.10
       hosts: {prefill: [10.0.0.11, 10.0.0.12], decode: [10.0.0.13]}     # by node type
+      drain_command: baton stop                                         # on the head, before `ray down` ends it
       stop_commands: [ray stop]                                         # on a host that is given up
 
     host:  free --create_node--> in use, under an id of this launch --terminate_node, Ray is stopped--> free
@@ -177,7 +178,7 @@ class HostsProvider(NodeProvider):  # type: ignore[misc]  # Ray has no types
 
     def terminate_node(self, node_id: str) -> None:
         """Stops Ray on the host, if it can be reached, and frees it."""
-        runner = self.get_command_runner(
+        runner = super().get_command_runner(
             f"{node_id}: ", node_id, self.provider_config["auth"], self.cluster_name, subprocess, True
         )
         commands = list(self.provider_config.get("stop_commands", ["ray stop"]))
@@ -199,6 +200,11 @@ class HostsProvider(NodeProvider):  # type: ignore[misc]  # Ray has no types
         with ThreadPoolExecutor(STOPS_AT_ONCE) as pool:
             list(pool.map(self.terminate_node, node_ids))
 
+    def get_command_runner(self, log_prefix: str, node_id: str, *rest: Any, **options: Any) -> Any:
+        runner = super().get_command_runner(log_prefix, node_id, *rest, **options)
+        drain = self.provider_config.get("drain_command", "")
+        return DrainingRunner(runner, drain) if drain and node_id == self._head else runner
+
     @staticmethod
     def bootstrap_config(cluster_config: dict[str, Any]) -> dict[str, Any]:
         """Gives the provider what of the file it needs later. Raises ValueError for hosts that do not fit the types."""
@@ -212,6 +218,25 @@ class HostsProvider(NodeProvider):  # type: ignore[misc]  # Ray has no types
         if "ssh_private_key" in cluster_config["provider"]["auth"]:
             cluster_config["provider"]["auth"]["ssh_private_key"] = KEY_ON_HEAD
         return cluster_config
+
+
+class DrainingRunner:
+    """The head's runner of commands, for `ray down`: it has no hook before the first thing that it does, `ray stop`."""
+
+    def __init__(self, runner: Any, drain: str) -> None:
+        self._runner = runner
+        self._drain = drain
+
+    def run(self, command: str, *arguments: Any, **options: Any) -> Any:
+        if command == "ray stop":
+            try:
+                self._runner.run(self._drain)
+            except (click.ClickException, subprocess.SubprocessError, OSError) as error:
+                log.warning("%s: %s", self._drain, str(error).partition("\n")[0])
+        return self._runner.run(command, *arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
 
 
 def _check_hosts(provider: dict[str, Any], types: set[str]) -> None:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.autoscaler._private.util import prepare_config
 from ray.autoscaler.node_launch_exception import NodeLaunchException
+from ray.autoscaler.node_provider import NodeProvider
 from ray.autoscaler.tags import NODE_KIND_HEAD, NODE_KIND_WORKER, TAG_RAY_NODE_KIND, TAG_RAY_USER_NODE_TYPE
 
 from baton.fleet.hosts_provider import Book, HostsProvider, address_of
@@ -60,7 +61,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """Commands by ssh, with the host that each is for."""
     commands: list[tuple[str, str]] = []
     monkeypatch.setattr(
-        HostsProvider, "get_command_runner", lambda _, prefix, node_id, *rest: Silent(address_of(node_id), commands)
+        NodeProvider, "get_command_runner", lambda _, prefix, node_id, *rest: Silent(address_of(node_id), commands)
     )
     return commands
 
@@ -144,6 +145,17 @@ def test_ray_down_reaches_every_host_whatever_the_book_says(home: Path, ran) -> 
     assert sorted({host for host, _ in ran}) == sorted([HEAD, *PREFILL, *DECODE])
     assert all((host, "ray stop") in ran for host in (HEAD, *PREFILL, *DECODE))
     assert provider.non_terminated_nodes(OF_HEAD) == []
+
+
+def test_the_cluster_is_drained_before_ray_down_stops_the_head_and_by_nothing_else(home: Path, ran) -> None:
+    provider = open_provider(drain_command="baton stop", stop_commands=["ray stop"])
+    for command in ("ray start --head", "ray stop"):
+        provider.get_command_runner("", HEAD).run(command, exit_on_fail=True)
+    provider.get_command_runner("", PREFILL[0]).run("ray stop")
+    provider.terminate_node(HEAD)
+    commands = [command for host, command in ran if host == HEAD]
+    assert commands[:4] == ["ray start --head", "baton stop", "ray stop", "ray stop"]
+    assert (PREFILL[0], "baton stop") not in ran
 
 
 def test_on_the_head_itself_the_head_is_there(home: Path) -> None:
