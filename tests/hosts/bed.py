@@ -177,7 +177,8 @@ class Bed:
 
     def name_of(self, address: str) -> str:
         """The host at an address, with or without a port."""
-        return next(host.name for host in self._hosts.values() if host.address == address.rpartition(":")[0] or address)
+        wanted = address.rpartition(":")[0] or address
+        return next(host.name for host in self._hosts.values() if host.address == wanted)
 
     def home(self, name: str) -> Path:
         """Root's home on that host, as the machine sees it too."""
