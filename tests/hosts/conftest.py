@@ -1,7 +1,8 @@
 """One cluster on six hosts for all tests of this folder, and a table of what they measured.
 
 Run by `make test-hosts`; the files' names keep them out of `make test`, as they need root's rights. With
-BATON_HOSTS_TABLE set to a file, the table is written there as JSON.
+BATON_HOSTS_TABLE set to a file, the table is written there as JSON; with BATON_HOSTS_LOGS set to a directory, what
+Baton and Ray logged on every host is kept there.
 """
 
 from __future__ import annotations
@@ -41,8 +42,12 @@ def hosts(model_dir: Path) -> Iterator[RayHosts]:
     shape = Shape(["h1", "h2"], ["h3", "h4", "h5"], 2, 2, model_dir, SECTIONS, idle_timeout_minutes=0.5)
     with bed_of(shape) as bed:
         hosts = RayHosts(bed, shape)
-        hosts.up()
-        yield hosts
+        try:
+            hosts.up()
+            yield hosts
+        finally:
+            if directory := os.environ.get("BATON_HOSTS_LOGS"):
+                hosts.keep_logs(Path(directory))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

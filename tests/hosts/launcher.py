@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -132,6 +133,16 @@ class RayHosts:
         for name, section in shape.sections.items():
             ours[name] = ours.get(name, {}) | section
         return settings
+
+    def keep_logs(self, directory: Path) -> None:
+        """Copies what Baton and Ray have logged on each host; for a person, when something went wrong."""
+        for name in self.bed.names:
+            kept, home = directory / name, self.bed.home(name)
+            kept.mkdir(parents=True, exist_ok=True)
+            for log in home.glob("*.log"):
+                shutil.copy(log, kept)
+            for logs in home.with_name("tmp").glob("ray/session_2*/logs"):
+                shutil.copytree(logs, kept / logs.parent.name, dirs_exist_ok=True, ignore_dangling_symlinks=True)
 
     def raylet(self, host: str) -> int | None:
         """The process by which a host is a node of Ray's; its id on the machine."""
