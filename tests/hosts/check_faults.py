@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -111,11 +112,13 @@ class Disturbance:
                     await asyncio.sleep(struck_at + lasts_s - time.monotonic())
                     await asyncio.to_thread(mend)
                 mended_at = time.monotonic()
-                tokens = await running
-                if mend is not None and lasts_s is None:
-                    mended_at = time.monotonic()
-                    await asyncio.to_thread(mend)
                 await until(lambda: watch.noticed_at, timeout_s=NOTICED_S, what="a router that noticed")
+                try:
+                    tokens = await running
+                finally:
+                    if mend is not None and lasts_s is None:
+                        mended_at = time.monotonic()
+                        await asyncio.to_thread(mend)
         assert tokens == self._undisturbed
         assert any(stream.moves for stream in streams), "the fault disturbed nobody"
         await asyncio.to_thread(self._hosts.await_ready, WHOLE_S)
@@ -154,36 +157,19 @@ def some_have(num_tokens: int) -> Moment:
     return lambda streams: sum(len(stream.tokens) >= num_tokens for stream in streams) >= 3
 
 
-def victim(hosts: RayHosts, role: str) -> cluster.WorkerStatus:
-    """The worker of a role that has most to do."""
-    return max((w for w in workers(hosts.status()) if w.role == role), key=lambda w: w.in_flight)
-
-
 class Victim:
-    """A worker, chosen when the fault strikes; and whether the router still takes it for what it was."""
+    """A worker, chosen before the streams begin, as they may be short; whether the router takes it for what it was."""
 
     def __init__(self, hosts: RayHosts, role: str) -> None:
-        self._hosts = hosts
-        self._role = role
-        self._chosen: cluster.WorkerStatus | None = None
-
-    @property
-    def host(self) -> str:
-        if self._chosen is None:
-            self._chosen = victim(self._hosts, self._role)
-        return self._hosts.bed.name_of(self._chosen.address)
-
-    @property
-    def pid(self) -> int:
-        host = self.host
-        assert self._chosen is not None
-        return self._hosts.bed.outer_pid(host, self._chosen.pid)
+        chosen = next(w for w in workers(hosts.await_ready(WHOLE_S)) if w.role == role)
+        self._incarnation = chosen.incarnation
+        self.host = hosts.bed.name_of(chosen.address)
+        self.pid = hosts.bed.outer_pid(self.host, chosen.pid)
 
     def lost(self, status: cluster.ClusterStatus | None) -> bool:
-        if self._chosen is None or status is None:
-            return False
-        was = self._chosen
-        return not any(w.incarnation == was.incarnation and w.state == "ready" for w in workers(status))
+        return status is not None and not any(
+            worker.incarnation == self._incarnation and worker.state == "ready" for worker in workers(status)
+        )
 
 
 @pytest.mark.parametrize(("role", "moment"), [("prefill", prompts_are_read), ("decode", some_have(5))])
@@ -201,46 +187,39 @@ def test_a_host_is_cut_off(hosts: RayHosts, disturb, role: str, moment: Moment) 
 @pytest.mark.parametrize(("role", "moment"), [("prefill", prompts_are_read), ("decode", some_have(5))])
 def test_a_worker_hangs_and_comes_back_after_30_s(hosts: RayHosts, disturb, role: str, moment: Moment) -> None:
     chosen = Victim(hosts, role)
-    pids: list[int] = []
-
-    def freeze() -> None:
-        pids.append(chosen.pid)
-        os.kill(pids[0], signal.SIGSTOP)
 
     def thaw() -> None:
-        try:
-            os.kill(pids[0], signal.SIGCONT)
-        except ProcessLookupError:
-            # Ray has put another in its place already.
-            assert pids[0] not in hosts.bed.processes(chosen.host)
+        # Ray may have put another in its place already.
+        with suppress(ProcessLookupError):
+            os.kill(chosen.pid, signal.SIGCONT)
 
-    disturb(f"a {role} worker hangs", moment, chosen.lost, freeze, thaw, lasts_s=FROZEN_S)
+    disturb(
+        f"a {role} worker hangs",
+        moment,
+        chosen.lost,
+        lambda: os.kill(chosen.pid, signal.SIGSTOP),
+        thaw,
+        lasts_s=FROZEN_S,
+    )
 
 
 def test_a_raylet_is_killed(hosts: RayHosts, disturb) -> None:
     chosen = Victim(hosts, "decode")
-
-    def kill() -> None:
-        raylet = hosts.raylet(chosen.host)
-        assert raylet is not None
-        os.kill(raylet, signal.SIGKILL)
-
-    disturb("a raylet is killed", some_have(5), chosen.lost, kill)
+    raylet = hosts.raylet(chosen.host)
+    assert raylet is not None
+    disturb("a raylet is killed", some_have(5), chosen.lost, lambda: os.kill(raylet, signal.SIGKILL))
 
 
 class Router:
     """The router's process, and whether another one answers in its place, or none."""
 
     def __init__(self, hosts: RayHosts) -> None:
-        self._hosts = hosts
-        self._was = hosts.status().router
-
-    @property
-    def pid(self) -> int:
-        return self._hosts.bed.outer_pid(HEAD, self._was.pid)
+        was = hosts.await_ready(WHOLE_S).router
+        self._incarnation = was.incarnation
+        self.pid = hosts.bed.outer_pid(HEAD, was.pid)
 
     def gone(self, status: cluster.ClusterStatus | None) -> bool:
-        return status is None or status.router.incarnation != self._was.incarnation
+        return status is None or status.router.incarnation != self._incarnation
 
 
 def test_the_router_is_killed(hosts: RayHosts, disturb) -> None:

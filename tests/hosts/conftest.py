@@ -15,9 +15,9 @@ import pytest
 from hosts.launcher import RayHosts, Shape, bed_of
 from hosts.table import Table
 
-MODEL = {"num_hidden_layers": 12, "hidden_size": 128, "intermediate_size": 256}
+MODEL = {"num_hidden_layers": 12, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 2048}
 SECTIONS = {
-    "engine": {"dtype": "float32", "num_blocks": 800, "threads": 1},
+    "engine": {"dtype": "float32", "num_blocks": 2000, "threads": 1},
     "scheduler": {"max_num_batched_tokens": 48},
     "router": {"max_retries": 20, "no_worker_grace_s": 300.0},
     "kvtransfer": {"checksums": "always", "transport": "tcp", "network_device": "eth0"},

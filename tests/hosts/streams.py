@@ -20,13 +20,13 @@ import transformers
 from baton.client.client import AsyncClient
 
 NUM_STREAMS = 20
-NUM_TOKENS = 150
+NUM_TOKENS = 800
 TIMEOUT_S = 600.0
 
 
 @dataclass
 class Stream:
-    """What one client has received. `times` are those of its messages, by this machine's clock."""
+    """What one client has received; long enough to be hit in the middle of. `times` are those of its messages, by this machine's clock."""
 
     index: int
     tokens: list[int] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Stream:
 
 def prompt_of(index: int) -> list[int]:
     random = Random(index)
-    return [random.randrange(256) for _ in range(40 + 15 * index)]
+    return [random.randrange(256) for _ in range(40 + 60 * index)]
 
 
 async def receive(client: AsyncClient, stream: Stream, salt: str) -> None:
