@@ -285,6 +285,7 @@ class _Seat:
     description: WorkerDescription
     state: WorkerState = WorkerState.READY
     restarts: int = 0
+    note: str = ""
 
     @property
     def worker_id(self) -> str:

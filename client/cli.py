@@ -80,6 +80,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_status(commands)
     _add_role(commands)
+    _add_drain(commands)
+    _add_stop(commands)
     _add_bench(commands)
     commands.add_parser("capacity", help="how many prefill and how many decode workers a traffic needs")
     return parser
@@ -151,6 +153,30 @@ def _add_role(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print the times as JSON")
     _add_connection(parser)
     parser.set_defaults(command=_role)
+
+
+def _add_drain(commands: Any) -> None:
+    parser = commands.add_parser(
+        "drain", allow_abbrev=False, help="have a worker, or all workers of a host, finish and leave"
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("worker", nargs="?", help="its name, as baton status shows it; its pool is smaller then")
+    which.add_argument("--host", help="an address or a name in Ray; the workers there get successors on other hosts")
+    parser.add_argument(
+        "--timeout", type=_positive, default=30.0, metavar="S", help="for running requests, which then go on elsewhere"
+    )
+    parser.add_argument("--force", action="store_true", help="also if nothing could be served afterwards")
+    parser.add_argument("--json", action="store_true", help="print what has happened as JSON")
+    _add_connection(parser)
+    parser.set_defaults(command=_drain)
+
+
+def _add_stop(commands: Any) -> None:
+    parser = commands.add_parser(
+        "stop", allow_abbrev=False, help="drain and end the cluster in the Ray of this machine, for ray down"
+    )
+    parser.add_argument("--timeout", type=_seconds, default=30.0, metavar="S", help="for running requests (default 30)")
+    parser.set_defaults(command=_stop)
 
 
 def _add_bench(commands: Any) -> None:
@@ -280,6 +306,12 @@ def _serve(options: argparse.Namespace) -> int:
     return serve(cluster_config)
 
 
+def _stop(options: argparse.Namespace) -> int:
+    from baton.router.__main__ import stop
+
+    return stop(options.timeout)
+
+
 def _generate(options: argparse.Namespace) -> int:
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     chosen = _sampling(options)
@@ -369,6 +401,19 @@ def _role(options: argparse.Namespace) -> int:
         f"{options.worker} is a {options.role} worker after {done.total_s:.2f} s, {done.drain_s:.2f} s of them "
         f"draining{moved}\n"
     )
+    return 0
+
+
+def _drain(options: argparse.Namespace) -> int:
+    with _client(options) as client:
+        done = client.leave(
+            options.worker or "", host=options.host or "", timeout_s=options.timeout, force=options.force
+        )
+    if options.json:
+        _show(json.dumps({"left": list(done.left), "moved": done.moved}) + "\n")
+        return 0
+    moved = f", {console.counted(done.moved, 'leg')} moved" if done.moved else ""
+    _show(f"{', '.join(done.left) or 'no worker'} has left{moved}\n")
     return 0
 
 

@@ -215,6 +215,18 @@ class Client:
         response: cluster.DrainResponse = self._call(self._cluster.Drain, request, timeout_s + _CALL_TIMEOUT_S)
         return response.moved
 
+    def leave(
+        self, worker_id: str = "", *, host: str = "", timeout_s: float = 30.0, force: bool = False
+    ) -> cluster.DrainResponse:
+        """Drains a worker, or all workers of a host, and ends them; what is not done by `timeout_s` goes on elsewhere.
+
+        The pool of a single worker is smaller then; the workers of a host get successors on other hosts. `force`: also
+        if nothing could be served afterwards.
+        """
+        request = cluster.DrainRequest(worker_id=worker_id, host=host, timeout_s=timeout_s, leave=True, force=force)
+        response: cluster.DrainResponse = self._call(self._cluster.Drain, request, None)
+        return response
+
     def set_role(
         self, worker_id: str, role: str, *, timeout_s: float | None = None, force: bool = False
     ) -> cluster.SetRoleResponse:
@@ -342,6 +354,14 @@ class AsyncClient:
         request = cluster.DrainRequest(worker_id=worker_id, timeout_s=timeout_s)
         response: cluster.DrainResponse = await self._call(self._cluster.Drain, request, timeout_s + _CALL_TIMEOUT_S)
         return response.moved
+
+    async def leave(
+        self, worker_id: str = "", *, host: str = "", timeout_s: float = 30.0, force: bool = False
+    ) -> cluster.DrainResponse:
+        """See `Client.leave`."""
+        request = cluster.DrainRequest(worker_id=worker_id, host=host, timeout_s=timeout_s, leave=True, force=force)
+        response: cluster.DrainResponse = await self._call(self._cluster.Drain, request, None)
+        return response
 
     async def set_role(
         self, worker_id: str, role: str, *, timeout_s: float | None = None, force: bool = False

@@ -153,8 +153,13 @@ class Status:
         yield _workers(message, is_wide=width >= _WIDE)
         if width >= _WIDE:
             yield _legend(_BLOCKS)
+        notes = [
+            f"{worker.worker_id}: {worker.note}" for pool in message.pools for worker in pool.workers if worker.note
+        ]
+        for note in notes:
+            yield Text(printable(note), style="yellow")
         yield Text()
-        num_lines = 11 + len(message.pools) + sum(len(pool.workers) for pool in message.pools)
+        num_lines = 11 + len(notes) + len(message.pools) + sum(len(pool.workers) for pool in message.pools)
         num_rows = max(_MIN_REQUESTS, terminal.height - num_lines) if terminal.is_terminal else _MAX_REQUESTS
         if message.recent:
             yield _recent(message.recent[:num_rows], width)
@@ -174,12 +179,16 @@ def _workers(message: cluster.ClusterStatus, is_wide: bool) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("INCARN.", no_wrap=True)
     table.add_column("RESTARTS", justify="right", no_wrap=True)
+    shows_hosts = is_wide and len({worker.host for pool in message.pools for worker in pool.workers if worker.host}) > 1
+    if shows_hosts:
+        table.add_column("HOST", no_wrap=True)
     for pool in message.pools:
         ready = sum(worker.state == "ready" for worker in pool.workers)
         name = pool.name if pool.name == pool.role else f"{pool.name} ({pool.role})"
         table.add_row(Text(f"{name} {ready}/{pool.size}", "bold"))
         for worker in pool.workers:
-            table.add_row(*_worker(worker, is_wide, pool.role))
+            cells = _worker(worker, is_wide, pool.role)
+            table.add_row(*cells, *([printable(worker.host)] if shows_hosts else ()))
     return table
 
 

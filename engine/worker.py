@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Protocol
@@ -154,16 +154,17 @@ class WorkerCore:
 
     async def start(self) -> WorkerDescription:
         """Opens the gRPC port, for routers and for those who read KV here, and starts the step loop."""
-        server = grpc.aio.server(options=KEEPALIVE_OPTIONS)
+        # Two workers of a machine may look for a port of the same range: neither may join the other's.
+        server = grpc.aio.server(options=(*KEEPALIVE_OPTIONS, ("grpc.so_reuseport", 0)))
         worker_pb2_grpc.add_WorkerServicer_to_server(self.desk, server)
         worker_pb2_grpc.add_HandoffServicer_to_server(LendingDoor(self), server)
         host = self.settings.host
         shown = f"[{host}]" if ":" in host else host
-        port = server.add_insecure_port(f"{shown}:0")
+        port = _bind(server, shown, self.settings.ports)
         await server.start()
         self._server, self._address = server, f"{shown}:{port}"
         if self._endpoint is not None:
-            self._metrics_address = self._endpoint.open(host)
+            self._metrics_address = self._endpoint.open(host, self.settings.ports)
         self.desk.open(self.loop)
         self._beat = asyncio.create_task(self.desk.beat(self.settings.idle_report_s))
         self.duty.open()
@@ -455,6 +456,16 @@ class LendingDoor(worker_pb2_grpc.HandoffServicer):
         async with aclosing(lending.Watch(requests, context)) as messages:
             async for message in messages:
                 yield message
+
+
+def _bind(server: grpc.aio.Server, host: str, ports: Collection[int]) -> int:
+    """Takes the first of these ports that is free, or any if there are none. Raises OSError."""
+    for port in ports or (0,):
+        try:
+            return server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError:
+            continue
+    raise OSError(f"{host} has no free port from {min(ports)} to {max(ports)}: router.worker_ports should have more")
 
 
 def _plans_ahead(settings: WorkerSettings) -> bool:

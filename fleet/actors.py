@@ -1,8 +1,9 @@
 """What runs around a worker inside the processes that Ray starts.
 
-Owns: the actors of a worker and of its further ranks, and the note of a role that outlives a process. Refuses to know:
-how many of them there are and who is asked to do what (`fleet`), and what a worker does behind the factory it is given.
-A worker whose model is split has an actor for each further rank: rank 0's process owns them, and Ray ends them with it.
+Owns: the actors of a worker and of its further ranks, and the rule that a process ends whose post another one fills.
+Refuses to know: how many of them there are and who is asked to do what (`fleet`), and what a worker does behind the
+factory it is given. A worker whose model is split has an actor for each further rank: rank 0's process owns them, and
+Ray ends them with it.
 """
 
 from __future__ import annotations
@@ -10,23 +11,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import ray
-from ray.experimental import internal_kv
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from baton.fleet.address import own_address
+from baton.fleet.notes import NotedLife, NotedRole
 from baton.proto.messages import Role, RoleChange, RoleKept, WorkerDescription
 from baton.proto.settings import RankSettings, WorkerSettings
 from baton.telemetry.logs import configure as configure_logs
 
 log = logging.getLogger(__name__)
 
-NAMESPACE = "baton"
+LOOK_S = 5.0
+"""How often a process asks whether another one fills its post by now."""
 
 Result = TypeVar("Result")
 
@@ -82,10 +88,9 @@ class RankHost:
 
 
 class RankStarter:
-    """Starts further ranks of a worker in its own bundle; a `StartRank`. They end with the process that holds it."""
+    """Starts further ranks of a worker in its own place; a `StartRank`. They end with the process that holds it."""
 
-    def __init__(self, bundle_index: int, num_cpus: float, num_gpus: float) -> None:
-        self._bundle_index = bundle_index
+    def __init__(self, num_cpus: float, num_gpus: float) -> None:
         self._num_cpus = num_cpus
         self._num_gpus = num_gpus
         self._actors: list[Any] = []
@@ -97,7 +102,7 @@ class RankStarter:
             num_cpus=self._num_cpus,
             num_gpus=self._num_gpus,
             max_restarts=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, self._bundle_index),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
         )
         self._actors.append(actor.remote(run, settings, place))
 
@@ -106,17 +111,24 @@ class WorkerHost:
     """The Ray actor around one worker. Its constructor brings the worker up; a restart by Ray does so again."""
 
     def __init__(
-        self, factory: WorkerFactory, settings: WorkerSettings, namespace: str, start_rank: RankStarter
+        self,
+        factory: WorkerFactory,
+        settings: WorkerSettings,
+        namespace: str,
+        start_rank: RankStarter,
+        network: str = "",
     ) -> None:
+        """`network`: see `own_address`; for settings that name no host to listen at."""
         configure_logs(settings.observability, settings.worker_id)
         self._start_rank = start_rank  # kept: further ranks live as long as the handles in it
         self._thread = LoopThread("worker")
         self._outcome: WorkerDescription | StartFailure
-        if not settings.host:
-            settings = replace(settings, host=ray.util.get_node_ip_address())
         self._role = NotedRole(namespace, settings.worker_id)
-        settings = replace(settings, role=self._role.read() or settings.role)
+        _end_when_replaced(NotedLife(namespace, settings.worker_id))
         try:
+            if not settings.host:
+                settings = replace(settings, host=own_address(network, ray.util.get_node_ip_address()))
+            settings = replace(settings, role=self._role.read() or settings.role)
             self._worker = factory(settings, _end_process, start_rank)
             self._outcome = self._thread.start(self._worker.start()).result(timeout=60)
         except Exception as error:
@@ -143,21 +155,29 @@ class WorkerHost:
             self._thread.start(self._worker.stop()).result(timeout=15)
 
 
-class NotedRole:
-    """The role that was given to a worker after its start, as its next process finds it."""
+def _end_when_replaced(noted: NotedLife) -> None:
+    """Notes that this process fills the post, and ends it when the note is of another one.
 
-    def __init__(self, namespace: str, worker_id: str) -> None:
-        self._key = f"{namespace}/{worker_id}/role"
+    Ray starts a new process when it believes that this one is gone. One that was frozen, or on a machine that was cut
+    off, may come back to find itself replaced: it must not go on beside its successor.
+    """
+    life = secrets.token_hex(8)
+    noted.write(life)
 
-    def read(self) -> Role | None:
-        noted: bytes | None = internal_kv._internal_kv_get(self._key, namespace=NAMESPACE)
-        return Role(noted.decode()) if noted else None
+    def watch() -> None:
+        while True:
+            time.sleep(LOOK_S)
+            try:
+                replaced = noted.read() != life
+            except RayError as error:
+                log.info("Ray does not tell who fills this post: %s", str(error).partition("\n")[0])
+                continue
+            if replaced:
+                log.critical("another process fills this one's post, or nobody should: it ends")
+                logging.shutdown()
+                os._exit(70)
 
-    def write(self, role: Role) -> None:
-        internal_kv._internal_kv_put(self._key, role.value, namespace=NAMESPACE)
-
-    def forget(self) -> None:
-        internal_kv._internal_kv_del(self._key, namespace=NAMESPACE)
+    threading.Thread(target=watch, name="successor", daemon=True).start()
 
 
 def _end_process(error: BaseException) -> None:

@@ -11,8 +11,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,14 @@ from typing import Any
 
 import ray
 from ray._private import parameter
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from baton.fleet.actors import NAMESPACE, StartFailure, WorkerFactory
+from baton.fleet.actors import StartFailure, WorkerFactory
 from baton.fleet.fleet import FleetError
-from baton.fleet.router_actor import ROUTER_NAME, RouterHost
+from baton.fleet.notes import NAMESPACE, forget_all
+from baton.fleet.place import remove_places
+from baton.fleet.router_actor import ROUTER_NAME, FindModel, RouterHost
 from baton.proto.messages import Role
 from baton.router.config import ClusterConfig
 from baton.router.server import Addresses
@@ -34,6 +36,11 @@ log = logging.getLogger(__name__)
 
 ROOM_TO_GROW = 64
 INCIDENT_WAIT_S = 10.0
+ANSWER_S = 2.0
+START_S = 60.0
+MAX_REPLICAS = 64
+ROUTER_RESOURCE, ROUTER_TAKES = "router", 0.001
+"""Machines that offer this resource are the ones for routers; all replicas together take less than 1 of it."""
 
 
 class RouterHandle:
@@ -69,12 +76,23 @@ class RouterHandle:
                 raise FleetError(f"no request went through within {timeout_s:.0f} s")
         return None
 
-    def incidents(self, stopped: threading.Event) -> Iterator[str]:
-        """What a person at the terminal should know, as it happens, until the event is set or the router is gone."""
-        while not stopped.is_set():
+    def runs_as(self, config: ClusterConfig) -> bool:
+        """Whether the actors, which may have been there before, run with this configuration."""
+        try:
+            running: ClusterConfig = ray.get(self._actors[0].config.remote(), timeout=START_S)
+        except RayError as error:
+            raise FleetError(f"the router does not answer: {str(error).splitlines()[0]}") from error
+        ours, theirs = config.router, running.router
+        # Where any port would do, it may have one by now.
+        same_ports = replace(theirs, port=ours.port and theirs.port, http_port=ours.http_port and theirs.http_port)
+        return replace(running, router=same_ports) == config
+
+    def incidents(self, stopped: Callable[[], bool]) -> Iterator[str]:
+        """What a person at the terminal should know, as it happens, until that is so or the router is gone."""
+        while not stopped():
             reference = self._actors[0].incident.remote(INCIDENT_WAIT_S)
             line = ""
-            while not stopped.is_set():
+            while not stopped():
                 try:
                     line = ray.get(reference, timeout=0.2)
                     break
@@ -102,6 +120,16 @@ class RouterHandle:
                 ray.kill(actor, no_restart=True)
         return all(drained)
 
+    def gone(self) -> bool:
+        """Whether the keeper has ended for good: somebody else has stopped the cluster."""
+        try:
+            ray.get(self._actors[0].node_id.remote(), timeout=ANSWER_S)
+        except ActorDiedError:
+            return True
+        except RayError:
+            return False
+        return False
+
     def _let_go(self) -> None:
         for holder in self._held:
             holder.close()
@@ -113,8 +141,8 @@ def open_ray(num_cpus: float = 0.0, resources: Mapping[str, float] | None = None
     `num_cpus` and `resources` are what the pools ask for: counts for Ray's books, not bounds on the cores in use. A Ray
     of our own offers more of both, so that pools can grow. Returns whether it is our own. Raises FleetError.
     """
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    if joins_ray():
+        join_ray()
         return False
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
@@ -141,6 +169,20 @@ def open_ray(num_cpus: float = 0.0, resources: Mapping[str, float] | None = None
     return True
 
 
+def joins_ray() -> bool:
+    """Whether there is a Ray to join, instead of bringing up one of our own."""
+    return bool(os.environ.get("RAY_ADDRESS"))
+
+
+def join_ray(address: str = "") -> None:
+    """Joins the Ray at an address; without one, that of RAY_ADDRESS, or the one of this machine. Raises FleetError."""
+    address = address or os.environ.get("RAY_ADDRESS") or "auto"
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        raise FleetError(f"no Ray to join at {address}: {str(error).splitlines()[0]}") from error
+
+
 @contextmanager
 def _fewer_processes() -> Iterator[None]:
     """Has `ray.init` leave out the autoscaler and the log monitor, and give its node's agent any free port.
@@ -165,13 +207,21 @@ def close_ray() -> None:
 
 
 def start_router(
-    config: ClusterConfig, model_dir: Path, factories: Mapping[Role, WorkerFactory], namespace: str = NAMESPACE
+    config: ClusterConfig,
+    model_dir: Path,
+    factories: Mapping[Role, WorkerFactory],
+    namespace: str = NAMESPACE,
+    find_model: FindModel | None = None,
 ) -> RouterHandle:
     """Starts the router's actors, of which the first starts the rest. Ray restarts what dies; workers outlive them.
+    Those that live already are found.
 
-    Clusters in different namespaces share a Ray and nothing else.
+    Clusters in different namespaces share a Ray and nothing else. `find_model`: finds the model's directory on whatever
+    machine the router is; without it, that is `model_dir` everywhere. Machines that offer the resource `router` get the
+    router, if there are any.
     """
     replicas = config.router.replicas
+    resources = {ROUTER_RESOURCE: ROUTER_TAKES} if ROUTER_RESOURCE in ray.cluster_resources() else None
     config, held = _with_ports(config) if replicas > 1 else (config, [])
     node: NodeAffinitySchedulingStrategy | None = None
     actors: list[Any] = []
@@ -187,15 +237,42 @@ def start_router(
                 max_task_retries=-1,
                 max_concurrency=16 + replicas,
                 num_cpus=0,
+                resources=resources,
                 scheduling_strategy=node,
             )
-            .remote(config, model_dir, dict(factories), namespace, number)
+            .remote(config, model_dir, dict(factories), namespace, number, find_model)
         )
         if replicas > 1 and node is None:
             # One port is of one machine.
             node = NodeAffinitySchedulingStrategy(ray.get(actor.node_id.remote()), soft=True)
         actors.append(actor)
     return RouterHandle(actors, held)
+
+
+def find_router(namespace: str = NAMESPACE) -> RouterHandle | None:
+    """The router that runs in this Ray, if one does."""
+    names = _actors_of(namespace)
+    wanted = [ROUTER_NAME, *(f"{ROUTER_NAME}-{number}" for number in range(1, MAX_REPLICAS))]
+    actors = [ray.get_actor(name, namespace) for name in wanted if name in names]
+    return RouterHandle(actors) if actors else None
+
+
+def clear(namespace: str = NAMESPACE) -> int:
+    """Ends whatever of a cluster its router has left behind; returns how many actors that were."""
+    left = _actors_of(namespace)
+    for name in left:
+        # It may have ended meanwhile.
+        with suppress(ValueError):
+            ray.kill(ray.get_actor(name, namespace), no_restart=True)
+    remove_places(f"{namespace}-")
+    forget_all(namespace)
+    return len(left)
+
+
+def _actors_of(namespace: str) -> list[str]:
+    """The names of the actors that live in a namespace."""
+    known = ray.util.list_named_actors(all_namespaces=True)
+    return [actor["name"] for actor in known if actor["namespace"] == namespace]
 
 
 def _with_ports(config: ClusterConfig) -> tuple[ClusterConfig, list[socket.socket]]:

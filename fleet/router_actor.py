@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -34,6 +34,11 @@ log = logging.getLogger(__name__)
 
 ROUTER_NAME = "baton-router"
 FIND_S = 10.0
+PEER_S = 60.0
+PROOF_PAUSE_S = 1.0
+
+FindModel = Callable[[str], Path]
+"""Finds the directory of a model by its name, on the machine where it is called."""
 
 
 class RouterHost:
@@ -46,14 +51,22 @@ class RouterHost:
         factories: Mapping[Role, WorkerFactory],
         namespace: str,
         number: int = 0,
+        find_model: FindModel | None = None,
     ) -> None:
-        """`number`: of the replica. The one with 0 is the keeper: it has the fleet, the others follow it."""
+        """`number`: of the replica. The one with 0 is the keeper: it has the fleet, the others follow it.
+
+        `model_dir`: where the model is, unless `find_model` tells.
+        """
         configure_logs(config.observability, f"router-{number}" if number else "router")
         self._namespace = namespace
         self._number = number
         self._thread = LoopThread("router")
+        self._given = config
         self._config = replace(config, router=config.router.share())
         self._model_dir = model_dir
+        self._find_model = find_model
+        self._restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        self._patient = self._restarted or config.router.ready_with == "some"
         self._factories = factories
         self._server: RouterServer | None = None
         self._fleet: Fleet | Follower | None = None
@@ -64,9 +77,12 @@ class RouterHost:
 
     async def _serve(self) -> Addresses | StartFailure:
         try:
-            router = Router(self._config, Tokenizer(self._model_dir), self._number)
+            model_dir = self._model_dir
+            if self._find_model is not None:
+                model_dir = await asyncio.to_thread(self._find_model, self._config.model)
+            router = Router(self._config, Tokenizer(model_dir), self._number)
             addresses = await (self._keep(router) if router.replicas.is_keeper else self._follow(router))
-            await router.prove_ready()
+            await self._prove(router)
             if self._server is not None:
                 await self._server.mark_ready()
         except Exception as error:
@@ -74,13 +90,27 @@ class RouterHost:
             return StartFailure(str(error) or type(error).__name__)
         return addresses
 
+    async def _prove(self, router: Router) -> None:
+        """Has requests of the router's own go through. A cluster that may be incomplete tries again until they do."""
+        while True:
+            try:
+                await router.prove_ready()
+                return
+            except RuntimeError as error:
+                if not self._patient:
+                    raise
+                log.warning("%s", error)
+                if isinstance(self._fleet, Fleet):
+                    self._fleet.tell(str(error))
+            await asyncio.sleep(PROOF_PAUSE_S)
+
     async def _keep(self, router: Router) -> Addresses:
         """Serves with a fleet of its own."""
         self._fleet = fleet = Fleet(self._config, router, self._factories, self._namespace)
         self._server = RouterServer(router, fleet)
         self._keeper = KeeperService(router, fleet, self._server.gateway)
         addresses = await self._open(router, self._server, PeerServer(self._keeper, ClusterService(router, fleet)))
-        await fleet.open()
+        await fleet.open(self._restarted)
         self._keeper.open()
         return addresses
 
@@ -90,7 +120,7 @@ class RouterHost:
         self._server = RouterServer(router, follower)
         service = FollowerService(follower, self._server.gateway)
         addresses = await self._open(router, self._server, PeerServer(service))
-        await follower.open(self._config.router.worker_start_timeout_s)
+        await follower.open(None if self._patient else self._config.router.worker_start_timeout_s)
         return addresses
 
     async def _open(self, router: Router, server: RouterServer, peers: PeerServer) -> Addresses:
@@ -103,26 +133,30 @@ class RouterHost:
             self._peers = peers
             loopback = host in ("127.0.0.1", "::1")
             replicas.peer_address = await peers.open(host if loopback else ray.util.get_node_ip_address())
-            self._peer_address.setresult(replicas.peer_address)
+            self._peer_address.set_result(replicas.peer_address)
         return addresses
 
-    def node_id(self) -> str:
+    # Coroutines all of them: Ray runs other methods one after the other here, and one that waits would hold up all.
+
+    async def node_id(self) -> str:
         node_id: str = ray.get_runtime_context().get_node_id()
         return node_id
 
-    def peer_address(self) -> str:
-        """Blocks until the other replicas can reach this one; returns where."""
-        return self._peer_address.result(timeout=60)
+    async def config(self) -> ClusterConfig:
+        """What the cluster was started with."""
+        return self._given
 
-    def ready(self) -> Addresses | StartFailure:
-        """Blocks until the router serves; returns its addresses."""
-        return self._outcome.result()
+    async def peer_address(self) -> str:
+        """Returns, once the other replicas can reach this one, where."""
+        async with asyncio.timeout(PEER_S):
+            return await asyncio.shield(asyncio.wrap_future(self._peer_address))
+
+    async def ready(self) -> Addresses | StartFailure:
+        """Returns when the router serves, with its addresses."""
+        return await asyncio.shield(asyncio.wrap_future(self._outcome))
 
     async def incident(self, timeout_s: float) -> str:
-        """The next thing that a person at the terminal should know; empty if nothing happens in that time.
-
-        Ray runs methods that are no coroutines one after the other here, so one that waits would hold up `drain`.
-        """
+        """The next thing that a person at the terminal should know; empty if nothing happens in that time."""
         return await asyncio.wrap_future(self._thread.start(self._incident(timeout_s)))
 
     async def _incident(self, timeout_s: float) -> str:
@@ -131,13 +165,15 @@ class RouterHost:
             return ""
         return await self._fleet.incident(timeout_s)
 
-    def drain(self, drain_s: float) -> bool:
+    async def drain(self, drain_s: float) -> bool:
         """Takes no more requests; returns whether all ended in time."""
-        return self._thread.start(self._server.drain(drain_s)).result() if self._server is not None else True
+        if self._server is None:
+            return True
+        return await asyncio.wrap_future(self._thread.start(self._server.drain(drain_s)))
 
-    def stop(self, drain_s: float) -> bool:
+    async def stop(self, drain_s: float) -> bool:
         """Drains, then ends every worker. Returns whether all requests ended in time."""
-        return self._thread.start(self._stop(drain_s)).result()
+        return await asyncio.wrap_future(self._thread.start(self._stop(drain_s)))
 
     async def _stop(self, drain_s: float) -> bool:
         drained = await self._server.drain(drain_s) if self._server is not None else True

@@ -33,7 +33,7 @@ class WorkerPace(_message.Message):
     def __init__(self, window_s: _Optional[float] = ..., prompt_tokens_per_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., pulled_bytes_per_s: _Optional[float] = ..., budget_share: _Optional[float] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "pool", "role", "incarnation", "address", "state", "load", "load_age_s", "in_flight", "restarts", "rss_bytes", "pid", "pace", "block_size", "kv_bytes_per_token", "queue_budget_tokens", "connector")
+    __slots__ = ("worker_id", "pool", "role", "incarnation", "address", "state", "load", "load_age_s", "in_flight", "restarts", "rss_bytes", "pid", "pace", "block_size", "kv_bytes_per_token", "queue_budget_tokens", "connector", "host", "note")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,8 @@ class WorkerStatus(_message.Message):
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     QUEUE_BUDGET_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CONNECTOR_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     pool: str
     role: str
@@ -68,7 +70,9 @@ class WorkerStatus(_message.Message):
     kv_bytes_per_token: int
     queue_budget_tokens: int
     connector: str
-    def __init__(self, worker_id: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.LoadReport, _Mapping]] = ..., load_age_s: _Optional[float] = ..., in_flight: _Optional[int] = ..., restarts: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., pid: _Optional[int] = ..., pace: _Optional[_Union[WorkerPace, _Mapping]] = ..., block_size: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., queue_budget_tokens: _Optional[int] = ..., connector: _Optional[str] = ...) -> None: ...
+    host: str
+    note: str
+    def __init__(self, worker_id: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.LoadReport, _Mapping]] = ..., load_age_s: _Optional[float] = ..., in_flight: _Optional[int] = ..., restarts: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., pid: _Optional[int] = ..., pace: _Optional[_Union[WorkerPace, _Mapping]] = ..., block_size: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., queue_budget_tokens: _Optional[int] = ..., connector: _Optional[str] = ..., host: _Optional[str] = ..., note: _Optional[str] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("name", "role", "size", "workers")
@@ -183,18 +187,26 @@ class ClusterStatus(_message.Message):
     def __init__(self, model: _Optional[str] = ..., router: _Optional[_Union[RouterStatus, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[RecentRequest, _Mapping]]] = ..., version: _Optional[str] = ..., routers: _Optional[_Iterable[_Union[RouterStatus, _Mapping]]] = ..., router_replicas: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("worker_id", "timeout_s")
+    __slots__ = ("worker_id", "timeout_s", "leave", "host", "force")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     timeout_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    leave: bool
+    host: str
+    force: bool
+    def __init__(self, worker_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., leave: _Optional[bool] = ..., host: _Optional[str] = ..., force: _Optional[bool] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
-    __slots__ = ("moved",)
+    __slots__ = ("moved", "left")
     MOVED_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
     moved: int
-    def __init__(self, moved: _Optional[int] = ...) -> None: ...
+    left: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, moved: _Optional[int] = ..., left: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SetRoleRequest(_message.Message):
     __slots__ = ("worker_id", "role", "timeout_s", "force")

@@ -77,7 +77,7 @@ class ClusterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes a worker out of placement; returns when its requests have ended or moved.
+        """Takes a worker out of placement; returns when its requests have ended or moved. With `leave`, or of a host, it ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -27,7 +27,7 @@ from baton.proto import inference_pb2 as baton_dot_proto_dot_inference__pb2
 from baton.proto import worker_pb2 as baton_dot_proto_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/proto/replica.proto\x12\x08\x62\x61ton.v1\x1a\x19\x62\x61ton/proto/cluster.proto\x1a\x1b\x62\x61ton/proto/inference.proto\x1a\x18\x62\x61ton/proto/worker.proto\"\x8a\x01\n\x0bRosterEntry\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x10\n\x08restarts\x18\x05 \x01(\x05\x12+\n\x06worker\x18\x06 \x01(\x0b\x32\x1b.baton.v1.WorkerDescription\"0\n\x06Roster\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.baton.v1.RosterEntry\"2\n\x07Routers\x12\'\n\x07routers\x18\x01 \x03(\x0b\x32\x16.baton.v1.RouterStatus\"U\n\rKeeperMessage\x12 \n\x06roster\x18\x01 \x01(\x0b\x32\x10.baton.v1.Roster\x12\"\n\x07routers\x18\x02 \x01(\x0b\x32\x11.baton.v1.Routers\"V\n\x10\x41\x62ortHereRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1b\n\x0eresumed_tokens\x18\x02 \x01(\x05H\x00\x88\x01\x01\x42\x11\n\x0f_resumed_tokens2\xc8\x01\n\x07Replica\x12=\n\x06\x46ollow\x12\x16.baton.v1.RouterStatus\x1a\x17.baton.v1.KeeperMessage(\x01\x30\x01\x12@\n\tAbortHere\x12\x1a.baton.v1.AbortHereRequest\x1a\x17.baton.v1.AbortResponse\x12<\n\tDrainHere\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/proto/replica.proto\x12\x08\x62\x61ton.v1\x1a\x19\x62\x61ton/proto/cluster.proto\x1a\x1b\x62\x61ton/proto/inference.proto\x1a\x18\x62\x61ton/proto/worker.proto\"\x98\x01\n\x0bRosterEntry\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x10\n\x08restarts\x18\x05 \x01(\x05\x12+\n\x06worker\x18\x06 \x01(\x0b\x32\x1b.baton.v1.WorkerDescription\x12\x0c\n\x04note\x18\x07 \x01(\t\"0\n\x06Roster\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.baton.v1.RosterEntry\"2\n\x07Routers\x12\'\n\x07routers\x18\x01 \x03(\x0b\x32\x16.baton.v1.RouterStatus\"U\n\rKeeperMessage\x12 \n\x06roster\x18\x01 \x01(\x0b\x32\x10.baton.v1.Roster\x12\"\n\x07routers\x18\x02 \x01(\x0b\x32\x11.baton.v1.Routers\"V\n\x10\x41\x62ortHereRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1b\n\x0eresumed_tokens\x18\x02 \x01(\x05H\x00\x88\x01\x01\x42\x11\n\x0f_resumed_tokens2\xc8\x01\n\x07Replica\x12=\n\x06\x46ollow\x12\x16.baton.v1.RouterStatus\x1a\x17.baton.v1.KeeperMessage(\x01\x30\x01\x12@\n\tAbortHere\x12\x1a.baton.v1.AbortHereRequest\x1a\x17.baton.v1.AbortResponse\x12<\n\tDrainHere\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,15 +35,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.proto.replica_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ROSTERENTRY']._serialized_start=122
-  _globals['_ROSTERENTRY']._serialized_end=260
-  _globals['_ROSTER']._serialized_start=262
-  _globals['_ROSTER']._serialized_end=310
-  _globals['_ROUTERS']._serialized_start=312
-  _globals['_ROUTERS']._serialized_end=362
-  _globals['_KEEPERMESSAGE']._serialized_start=364
-  _globals['_KEEPERMESSAGE']._serialized_end=449
-  _globals['_ABORTHEREREQUEST']._serialized_start=451
-  _globals['_ABORTHEREREQUEST']._serialized_end=537
-  _globals['_REPLICA']._serialized_start=540
-  _globals['_REPLICA']._serialized_end=740
+  _globals['_ROSTERENTRY']._serialized_end=274
+  _globals['_ROSTER']._serialized_start=276
+  _globals['_ROSTER']._serialized_end=324
+  _globals['_ROUTERS']._serialized_start=326
+  _globals['_ROUTERS']._serialized_end=376
+  _globals['_KEEPERMESSAGE']._serialized_start=378
+  _globals['_KEEPERMESSAGE']._serialized_end=463
+  _globals['_ABORTHEREREQUEST']._serialized_start=465
+  _globals['_ABORTHEREREQUEST']._serialized_end=551
+  _globals['_REPLICA']._serialized_start=554
+  _globals['_REPLICA']._serialized_end=754
 # @@protoc_insertion_point(module_scope)

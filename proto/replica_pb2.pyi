@@ -10,20 +10,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RosterEntry(_message.Message):
-    __slots__ = ("worker_id", "pool", "role", "state", "restarts", "worker")
+    __slots__ = ("worker_id", "pool", "role", "state", "restarts", "worker", "note")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     pool: str
     role: str
     state: str
     restarts: int
     worker: _worker_pb2.WorkerDescription
-    def __init__(self, worker_id: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., restarts: _Optional[int] = ..., worker: _Optional[_Union[_worker_pb2.WorkerDescription, _Mapping]] = ...) -> None: ...
+    note: str
+    def __init__(self, worker_id: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., restarts: _Optional[int] = ..., worker: _Optional[_Union[_worker_pb2.WorkerDescription, _Mapping]] = ..., note: _Optional[str] = ...) -> None: ...
 
 class Roster(_message.Message):
     __slots__ = ("workers",)

@@ -7,7 +7,7 @@ Refuses to know: files, YAML, and what the settings do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,7 +116,8 @@ class ObservabilitySettings:
 class WorkerSettings:
     """All that one worker process needs to know at its start.
 
-    `model_name`: what its metrics call the model, empty for the model's own name.
+    `model_name`: what its metrics call the model, empty for the model's own name. `ports`: those that it may listen at,
+    empty for any.
     """
 
     worker_id: str
@@ -127,5 +128,6 @@ class WorkerSettings:
     transfer: TransferSettings = field(default_factory=TransferSettings)
     observability: ObservabilitySettings = field(default_factory=ObservabilitySettings)
     host: str = "127.0.0.1"
+    ports: Collection[int] = ()
     idle_report_s: float = 0.1
     model_name: str = ""

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import grpc
 import psutil
@@ -55,6 +55,10 @@ class Member(Protocol):
     def restarts(self) -> int: ...
     @property
     def description(self) -> WorkerDescription | None: ...
+    @property
+    def note(self) -> str:
+        """Why it does not serve, for a person; empty if it does, or if that is not known."""
+        ...
 
 
 class WorkforceError(Exception):
@@ -70,6 +74,13 @@ class Changed(Protocol):
     def num_moved(self) -> int: ...
 
 
+class Departure(NamedTuple):
+    """Who has left, and how many legs had to move because of it."""
+
+    workers: tuple[str, ...]
+    num_moved: int
+
+
 class Workforce(Protocol):
     """What the service asks of the fleet.
 
@@ -79,7 +90,20 @@ class Workforce(Protocol):
 
     def members(self) -> list[Member]: ...
 
-    async def drain(self, worker_id: str, timeout_s: float) -> int: ...
+    async def drain(self, worker_id: str, timeout_s: float) -> int:
+        """Takes a worker out of placement; it stays. Returns how many legs did not end in time and had to move."""
+        ...
+
+    async def dismiss(self, worker_id: str, timeout_s: float, force: bool) -> Departure:
+        """Drains a worker, then ends it; its pool is smaller by one. `force`: also if nothing could be served then."""
+        ...
+
+    async def vacate(self, host: str, timeout_s: float, force: bool) -> Departure:
+        """Drains all workers of a host and ends them; their pools keep their sizes, and the host gets no worker again.
+
+        `force`: also if nothing could be served until others have taken their places.
+        """
+        ...
 
     async def set_role(self, worker_id: str, role: Role, timeout_s: float | None, force: bool) -> Changed:
         """Returns when the worker serves in its role, drained before or not. `timeout_s`: for its running legs; None is
@@ -127,8 +151,10 @@ class Picture:
             role=member.role.value,
             state=member.state.value,
             restarts=member.restarts,
+            note=member.note,
         )
         if description is not None:
+            status.host = description.address.rpartition(":")[0].strip("[]")
             status.incarnation = description.incarnation
             status.address = description.address
             status.rss_bytes = _rss_bytes(description.pid)
@@ -194,13 +220,23 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
 
     async def Drain(self, request: cluster.DrainRequest, context: Context) -> cluster.DrainResponse:
         await _refuse_no_time(context, "timeout_s", request.timeout_s)
+        if request.worker_id and request.host:
+            given = f"{request.worker_id!r} and {request.host!r}"
+            await refuse_fields(context, [FieldViolation("worker_id, host", given, "one of the two")])
+        workforce, timeout_s = self._workforce, request.timeout_s or DEFAULT_DRAIN_S
         try:
-            moved = await self._workforce.drain(request.worker_id, request.timeout_s or DEFAULT_DRAIN_S)
+            if request.host:
+                departure = await workforce.vacate(request.host, timeout_s, request.force)
+            elif request.leave:
+                departure = await workforce.dismiss(request.worker_id, timeout_s, request.force)
+            else:
+                departure = Departure((), await workforce.drain(request.worker_id, timeout_s))
         except KeyError:
-            await refuse(context, grpc.StatusCode.NOT_FOUND, f"worker_id {request.worker_id!r} is not in this cluster")
+            name = f"host {request.host!r}" if request.host else f"worker_id {request.worker_id!r}"
+            await refuse(context, grpc.StatusCode.NOT_FOUND, f"{name} is not in this cluster")
         except WorkforceError as error:
             await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        return cluster.DrainResponse(moved=moved)
+        return cluster.DrainResponse(moved=departure.num_moved, left=departure.workers)
 
     async def SetRole(self, request: cluster.SetRoleRequest, context: Context) -> cluster.SetRoleResponse:
         began_s = time.monotonic()

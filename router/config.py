@@ -13,6 +13,8 @@ checked (`router.schema`).
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,6 +45,7 @@ from baton.router.schema import (
 __all__ = ["ClusterConfig", "ConfigError", "PoolConfig", "RouterSettings", "defaults", "from_mapping", "load"]
 
 SECTION = "metadata.baton"
+_PORTS = re.compile(r"(\d{1,5})-(\d{1,5})")
 MAX_POOL_SIZE = 4096
 
 
@@ -59,6 +62,11 @@ class RouterSettings:
     `max_num_batched_tokens`. `no_worker_grace_s`: how long a request waits for a role of which no worker is there.
     `handoff_timeout_s`: from the first token to the first one of the decode worker. `drain_timeout_s`: how long running
     requests may go on when their worker or the router is to stop.
+    `ready_with`: whether it serves when `all` workers do or when `some` do that can serve a request; `auto` is all on a
+    Ray of its own, some on one that it has joined. `worker_silence_s`: without a word for so long, a worker is lost.
+    `worker_network`: where workers listen, for all others: a network as 10.1.0.0/16, in which each takes its machine's
+    address, or `node`, the machine's address in Ray; empty is loopback on a Ray of our own if `host` is, else `node`.
+    `worker_ports`: of each machine, those that workers may take, as 20000-20999; empty takes any free ones.
     """
 
     host: str = "127.0.0.1"
@@ -81,7 +89,17 @@ class RouterSettings:
     no_worker_grace_s: float = bounded(30.0, minimum=0.0)
     connect_timeout_s: float = bounded(10.0, minimum=0.1)
     worker_start_timeout_s: float = bounded(300.0, minimum=1.0)
+    ready_with: str = one_of("auto", ("auto", "all", "some"))
+    worker_silence_s: float = bounded(3.0, minimum=0.3)
+    worker_network: str = ""
+    worker_ports: str = ""
     max_message_mib: int = bounded(64, minimum=1, maximum=2047)
+
+    @property
+    def worker_port_range(self) -> range:
+        """What `worker_ports` says; empty where any will do."""
+        first, _, last = self.worker_ports.partition("-")
+        return range(int(first), int(last) + 1) if self.worker_ports else range(0)
 
     def share(self) -> RouterSettings:
         """What one of the replicas goes by: of what may be queued, its part. `max_requests_per_s` stays: a client with
@@ -153,6 +171,14 @@ class ClusterConfig:
             for pool in self.pools
         )
         return _checked(replace(self, pools=pools))
+
+    def on_machines(self) -> ClusterConfig:
+        """The same on a Ray that was joined, where machines come and go: what was left open is decided for that."""
+        router = self.router
+        ready_with = "some" if router.ready_with == "auto" else router.ready_with
+        return replace(
+            self, router=replace(router, ready_with=ready_with, worker_network=router.worker_network or "node")
+        )
 
     def with_replicas(self, replicas: int) -> ClusterConfig:
         """As many router processes."""
@@ -279,6 +305,7 @@ def _checked(config: ClusterConfig) -> ClusterConfig:
             raise ConfigError(pools, problem)
     _check_alike(config)
     _check_transfer(config.transfer, paired=sizes[Role.PREFILL] > 0)
+    _check_worker_addresses(config.router)
     endpoint = config.observability.trace_endpoint
     if endpoint and not endpoint.startswith(("http://", "https://")):
         problem = f"is {endpoint!r}, must be a URL like http://collector:4318"
@@ -316,6 +343,19 @@ def _check_transfer(transfer: TransferSettings, *, paired: bool) -> None:
         if transfer.heartbeat_s * 2 > limit_s:
             problem = f"is {transfer.heartbeat_s:g}, must be at most half of {name}, which is {limit_s:g}"
             raise ConfigError(f"{path}.heartbeat_s", problem)
+
+
+def _check_worker_addresses(router: RouterSettings) -> None:
+    path, ports = f"{SECTION}.router", _PORTS.fullmatch(router.worker_ports)
+    if router.worker_ports and not (ports and 0 < int(ports[1]) <= int(ports[2]) <= 65535):
+        problem = f"is {router.worker_ports!r}, must be the first and the last port, as 20000-20999, from 1 to 65535"
+        raise ConfigError(f"{path}.worker_ports", problem)
+    if router.worker_network not in ("", "node"):
+        try:
+            ipaddress.ip_network(router.worker_network, strict=False)
+        except ValueError as error:
+            problem = f"is {router.worker_network!r}, must be node or a network as 10.1.0.0/16 or fd00::/8"
+            raise ConfigError(f"{path}.worker_network", problem) from error
 
 
 def _check_devices(pool: PoolConfig) -> None:

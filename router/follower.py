@@ -24,7 +24,7 @@ from baton.proto import cluster_pb2_grpc, replica_pb2_grpc
 from baton.proto import replica_pb2 as wire
 from baton.proto.context import Context
 from baton.proto.messages import Role, WorkerDescription
-from baton.router.cluster import Member, Picture, WorkerState, WorkforceError
+from baton.router.cluster import Departure, Member, Picture, WorkerState, WorkforceError
 from baton.router.gateway import Gateway
 from baton.router.keeper import SILENCE_S, STATUS_S
 from baton.router.link import WorkerLink
@@ -33,7 +33,6 @@ from baton.router.router import Router
 
 log = logging.getLogger(__name__)
 
-LINK_SILENCE_S = 3.0
 PAUSE_S = 0.1
 SLACK_S = 30.0
 TURN_S = 90.0  # beyond the wait for running legs, for a change of role
@@ -81,6 +80,10 @@ class Place:
         return self.entry.restarts
 
     @property
+    def note(self) -> str:
+        return self.entry.note
+
+    @property
     def description(self) -> WorkerDescription | None:
         return WorkerDescription.from_wire(self.entry.worker) if self.entry.HasField("worker") else None
 
@@ -102,8 +105,9 @@ class Follower:
         self._keeper: grpc.aio.Channel | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def open(self, timeout_s: float) -> None:
-        """Follows; returns when the roster is known and each worker that serves is linked. Raises TimeoutError."""
+    async def open(self, timeout_s: float | None) -> None:
+        """Follows; returns when the roster is known and each worker that serves is linked. Raises TimeoutError, but for
+        None: then it waits as long as the keeper does."""
         self._task = asyncio.create_task(self._follow())
         async with asyncio.timeout(timeout_s):
             await self._heard.wait()
@@ -126,6 +130,19 @@ class Follower:
         request = cluster.DrainRequest(worker_id=worker_id, timeout_s=timeout_s)
         answer: cluster.DrainResponse = await self._pass_on("Drain", request, timeout_s + SLACK_S)
         return answer.moved
+
+    async def dismiss(self, worker_id: str, timeout_s: float, force: bool) -> Departure:
+        request = cluster.DrainRequest(worker_id=worker_id, timeout_s=timeout_s, leave=True, force=force)
+        return await self._depart(request, timeout_s + SLACK_S)
+
+    async def vacate(self, host: str, timeout_s: float, force: bool) -> Departure:
+        request = cluster.DrainRequest(host=host, timeout_s=timeout_s, force=force)
+        start_s = self._router.config.router.worker_start_timeout_s
+        return await self._depart(request, start_s + timeout_s + SLACK_S)
+
+    async def _depart(self, request: cluster.DrainRequest, timeout_s: float) -> Departure:
+        answer: cluster.DrainResponse = await self._pass_on("Drain", request, timeout_s)
+        return Departure(tuple(answer.left), answer.moved)
 
     async def set_role(self, worker_id: str, role: Role, timeout_s: float | None, force: bool) -> PassedOn:
         request = cluster.SetRoleRequest(worker_id=worker_id, role=role.value, timeout_s=timeout_s, force=force)
@@ -230,7 +247,7 @@ class Follower:
             if description is None:
                 await place.changed.wait()
                 continue
-            link = WorkerLink(description, router.incarnation, LINK_SILENCE_S)
+            link = WorkerLink(description, router.incarnation, router.config.router.worker_silence_s)
             try:
                 await link.open(router.reported, router.config.router.connect_timeout_s)
             except ConnectionError as error:

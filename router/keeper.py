@@ -124,6 +124,7 @@ class KeeperService(ReplicaService):
                     role=member.role.value,
                     state=member.state.value,
                     restarts=member.restarts,
+                    note=member.note,
                     worker=description.to_wire() if description is not None else None,
                 )
             )

@@ -153,7 +153,11 @@ class WorkerLink:
             if message is None:
                 return "the stream ended"
             if message.HasField("hello"):
-                self.description = WorkerDescription.from_wire(message.hello.worker)
+                description = WorkerDescription.from_wire(message.hello.worker)
+                if description.worker_id != self.worker_id:
+                    # Its port has become another's, as may be where workers share a range of them.
+                    return f"{description.worker_id} answers there"
+                self.description = description
                 self._connected = True
                 self._opened.set()
                 continue

@@ -1,11 +1,11 @@
-"""Whether a worker may take another role, and for how long its running requests may hold that up.
+"""Whether a worker may take another role, or leave, and for how long its running requests may hold that up.
 
-Owns: these two rules. Refuses to know: how the change is made (`baton.fleet` asks, `engine.roles` does it).
+Owns: these rules. Refuses to know: how the change is made (`baton.fleet` asks, `engine.roles` does it).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from baton.proto.messages import Role
 from baton.router.placement import can_serve
@@ -20,6 +20,15 @@ def refusal(worker_id: str, role: Role, others: Collection[Role]) -> str:
     return (
         f"{worker_id} as a {role} worker would leave no {lacking} worker and no colocated one: nothing could be served"
     )
+
+
+def departure_refusal(leaving: Sequence[str], others: Collection[Role]) -> str:
+    """Why these workers may not leave; empty if they may. `others`: the roles of those that serve without them."""
+    if can_serve(others) or not leaving:
+        return ""
+    left = ", ".join(sorted(role.value for role in set(others)))
+    remain = f"only {left} workers would be left" if left else "no worker would be left"
+    return f"without {', '.join(leaving)} nothing could be served: {remain}"
 
 
 def allowed_drain_s(wanted_s: float, others: Collection[Role], no_worker_grace_s: float) -> float:

@@ -11,11 +11,12 @@ Refuses to know: what is counted (`router.metrics`, `engine.metrics`).
 
 from __future__ import annotations
 
+import errno
 import gzip
 import math
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -165,16 +166,25 @@ class Endpoint:
         self._server: ThreadingWSGIServer | None = None
         self._thread: threading.Thread | None = None
 
-    def open(self, host: str) -> str:
-        """Listens on a free port of the host; returns host:port."""
-        server_class = _Server6 if ":" in host else _Server
-        server = make_server(host, 0, self._answer, server_class, _Handler)
+    def open(self, host: str, ports: Collection[int] = ()) -> str:
+        """Listens on the first of these ports that is free, or on any if there are none; returns host:port."""
+        server = self._bound(host, ports)
         self._server = server
         self._thread = threading.Thread(
             target=partial(server.serve_forever, CLOSE_POLL_S), name="metrics-endpoint", daemon=True
         )
         self._thread.start()
         return f"{f'[{host}]' if ':' in host else host}:{server.server_port}"
+
+    def _bound(self, host: str, ports: Collection[int]) -> ThreadingWSGIServer:
+        server_class = _Server6 if ":" in host else _Server
+        for port in ports or (0,):
+            try:
+                return make_server(host, port, self._answer, server_class, _Handler)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+        raise OSError(f"{host} has no free port from {min(ports)} to {max(ports)} for metrics")
 
     def close(self) -> None:
         """Ends it, at the next poll."""

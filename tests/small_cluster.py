@@ -24,10 +24,10 @@ from baton.proto import cluster_pb2 as cluster
 from baton.proto import cluster_pb2_grpc, inference_pb2_grpc
 from baton.proto.messages import Role, RoleChange, RoleKept, WorkerDescription
 from baton.proto.settings import ObservabilitySettings, SchedulerSettings, TransferSettings, WorkerSettings
-from baton.router.cluster import WorkerState, WorkforceError
+from baton.router.cluster import Departure, WorkerState, WorkforceError
 from baton.router.config import ClusterConfig, RouterSettings, defaults
 from baton.router.link import WorkerLink
-from baton.router.roles import allowed_drain_s, refusal
+from baton.router.roles import allowed_drain_s, departure_refusal, refusal
 from baton.router.router import Router
 from baton.router.server import RouterServer
 from baton.router.tokenizer import Tokenizer
@@ -42,6 +42,7 @@ class Seat:
     link: WorkerLink
     state: WorkerState = WorkerState.READY
     restarts: int = 0
+    note: str = ""
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -159,6 +160,18 @@ class SmallCluster:
         seat = self.seats[worker_id]
         self.router.book.set_draining(worker_id, True)
         return 0 if await seat.link.rest(timeout_s) else seat.link.num_legs
+
+    async def dismiss(self, worker_id: str, timeout_s: float, force: bool) -> Departure:
+        others = [seat.role for seat in self.members() if seat is not self.seats[worker_id]]
+        why_not = departure_refusal([worker_id], others)
+        if why_not and not force:
+            raise WorkforceError(why_not)
+        moved = await self.drain(worker_id, timeout_s)
+        await self.remove(worker_id)
+        return Departure((worker_id,), moved)
+
+    async def vacate(self, host: str, timeout_s: float, force: bool) -> Departure:
+        raise KeyError(host)
 
     async def set_role(self, worker_id: str, role: Role, timeout_s: float | None, force: bool) -> RoleChange:
         """As the fleet does it, but for the death of the worker on the way."""
