@@ -112,8 +112,8 @@ class Disturbance:
                     await asyncio.sleep(struck_at + lasts_s - time.monotonic())
                     await asyncio.to_thread(mend)
                 mended_at = time.monotonic()
-                await until(lambda: watch.noticed_at, timeout_s=NOTICED_S, what="a router that noticed")
                 try:
+                    await until(lambda: watch.noticed_at, timeout_s=NOTICED_S, what="a router that noticed")
                     tokens = await running
                 finally:
                     if mend is not None and lasts_s is None:

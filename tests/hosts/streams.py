@@ -20,13 +20,13 @@ import transformers
 from baton.client.client import AsyncClient
 
 NUM_STREAMS = 20
-NUM_TOKENS = 800
+NUM_TOKENS = 800  # so many that a stream can be hit in its middle
 TIMEOUT_S = 600.0
 
 
 @dataclass
 class Stream:
-    """What one client has received; long enough to be hit in the middle of. `times` are those of its messages, by this machine's clock."""
+    """What one client has received. `times` are those of its messages, by this machine's clock."""
 
     index: int
     tokens: list[int] = field(default_factory=list)
