@@ -13,7 +13,7 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I src
 STAMP := .venv/.baton-$(shell { cat requirements.lock requirements-nodeps.lock pyproject.toml; pwd; } | cksum | tr ' ' -)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-browser test-clients lint proto bench bench-peers load venv clean
+.PHONY: help demo serve test test-browser test-clients test-hosts lint proto bench bench-peers load venv clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -40,6 +40,13 @@ test-browser: venv ## Look at the status page with Chromium, which has to be ins
 # Some of them need hundreds of packages, and not the same versions: each has an environment in .venv-clients.
 test-clients: venv ## Run the clients of docs/clients.md and 10,000 odd requests; ARGS names some: ARGS="curl fuzz".
 	PYTHONPATH=tests $(BIN)/python -m clients.run $(ARGS)
+
+# Hosts out of namespaces: needs root's rights, ssh and rsync, and says so. In this order, as the last takes the cluster down.
+HOSTS := $(patsubst %,tests/hosts/check_%.py,bed serving faults membership ending)
+
+test-hosts: venv ## Run ray up with six hosts on this machine, cut and kill them; ARGS goes to pytest: ARGS="-k cut".
+	@PYTHONPATH=tests $(BIN)/python -m hosts.bed
+	$(BIN)/python -m pytest $(HOSTS) $(ARGS)
 
 lint: venv ## Check style, formatting, types, and that the generated protocol code is up to date.
 	$(BIN)/python -m ruff check .

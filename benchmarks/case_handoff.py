@@ -123,8 +123,8 @@ class Collected:
 
 
 @contextmanager
-def collecting() -> Iterator[Collected]:
-    """An OTLP collector on a free port."""
+def collecting(host: str = "127.0.0.1") -> Iterator[Collected]:
+    """An OTLP collector on a free port of that address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -140,9 +140,9 @@ def collecting() -> Iterator[Collected]:
         def log_message(self, *_: object) -> None:
             """Nothing to standard error."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer((host, 0), Handler)
     server.daemon_threads = True
-    collected = Collected(f"http://127.0.0.1:{server.server_port}")
+    collected = Collected(f"http://{host}:{server.server_port}")
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield collected

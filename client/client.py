@@ -40,6 +40,9 @@ _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # A machine that dies says nothing: without these a stream from it would wait for ever.
+    ("grpc.keepalive_time_ms", 5000),
+    ("grpc.keepalive_timeout_ms", 5000),
     # A connection for each client, not one for all of a process: so they spread over a router's replicas.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),

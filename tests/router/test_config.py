@@ -372,8 +372,9 @@ def test_the_files_own_configuration_is_one_pair_with_the_demo_model_on_cpu() ->
     # On a CPU steps of few tokens compute as fast, and others wait for their end.
     assert config.pools[0].scheduler.max_num_batched_tokens == 512
     said = replace(config.pools[0].scheduler, max_num_batched_tokens=2048)
-    prefill = replace(config.pools[0], scheduler=said)
-    expected = [replace(pool, engine=replace(pool.engine, kv_cache_gib=1.0)) for pool in (prefill, config.pools[1])]
+    pools = (replace(config.pools[0], scheduler=said), config.pools[1])
+    expected = [replace(pool, engine=replace(pool.engine, kv_cache_gib=1.0), resource="") for pool in pools]
+    assert [pool.resource for pool in config.pools] == ["prefill", "decode"]
     assert expected == list(defaults().pools)
 
 
@@ -399,8 +400,9 @@ def test_the_start_commands_of_head_and_workers_fit_together() -> None:
     raw = yaml.safe_load(CLUSTER_YAML.read_text())
     head, worker = " ".join(raw["head_start_ray_commands"]), " ".join(raw["worker_start_ray_commands"])
     assert "--autoscaling-config=~/ray_bootstrap_config.yaml" in head
-    assert "RAY_enable_autoscaler_v2=0" in head
     assert "RAY_health_check_period_ms=500" in head
+    assert head.count("RAY_AUTH_MODE=token") == 2
+    assert "RAY_AUTH_MODE=token" in worker
     port = re.search(r"--port=(\d+)", head)
     assert port is not None
     assert f"--address=$RAY_HEAD_IP:{port[1]}" in worker
