@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from baton.proto.messages import Role, RoleChange, RoleKept, WorkerDescription
 from baton.proto.settings import RankSettings, WorkerSettings
 from baton.telemetry.logs import configure as configure_logs
+from baton.telemetry.logs import identify
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,8 @@ class RankHost:
     """The Ray actor around a further rank of a worker; its process ends when the rank does."""
 
     def __init__(self, run: RankMain, settings: WorkerSettings, place: RankSettings) -> None:
-        configure_logs(settings.observability, f"{settings.worker_id}/{place.rank}")
+        host = ray.util.get_node_ip_address()
+        configure_logs(settings.observability, f"{settings.worker_id}/{place.rank}", host=host)
         threading.Thread(target=self._run, args=(run, settings, place), name="rank").start()
 
     def _run(self, run: RankMain, settings: WorkerSettings, place: RankSettings) -> None:
@@ -108,7 +110,7 @@ class WorkerHost:
     def __init__(
         self, factory: WorkerFactory, settings: WorkerSettings, namespace: str, start_rank: RankStarter
     ) -> None:
-        configure_logs(settings.observability, settings.worker_id)
+        configure_logs(settings.observability, settings.worker_id, host=ray.util.get_node_ip_address())
         self._start_rank = start_rank  # kept: further ranks live as long as the handles in it
         self._thread = LoopThread("worker")
         self._outcome: WorkerDescription | StartFailure
@@ -119,6 +121,8 @@ class WorkerHost:
         try:
             self._worker = factory(settings, _end_process, start_rank)
             self._outcome = self._thread.start(self._worker.start()).result(timeout=60)
+            identify(self._outcome.incarnation)
+            log.info("serves at %s in process %d", self._outcome.address, self._outcome.pid)
         except Exception as error:
             log.exception("worker %s cannot start", settings.worker_id)
             self._outcome = StartFailure(f"{settings.worker_id}: {error or type(error).__name__}")
@@ -136,6 +140,7 @@ class WorkerHost:
             self._role.write(self._outcome.role)
         else:
             self._outcome = change.description
+            identify(change.description.incarnation)
         return change
 
     def stop(self) -> None:

@@ -29,6 +29,7 @@ from baton.router.router import Router
 from baton.router.server import Addresses, RouterServer
 from baton.router.tokenizer import Tokenizer
 from baton.telemetry.logs import configure as configure_logs
+from baton.telemetry.logs import identify
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,8 @@ class RouterHost:
         number: int = 0,
     ) -> None:
         """`number`: of the replica. The one with 0 is the keeper: it has the fleet, the others follow it."""
-        configure_logs(config.observability, f"router-{number}" if number else "router")
+        process, host = f"router-{number}" if number else "router", ray.util.get_node_ip_address()
+        configure_logs(config.observability, process, host=host)
         self._namespace = namespace
         self._number = number
         self._thread = LoopThread("router")
@@ -65,6 +67,7 @@ class RouterHost:
     async def _serve(self) -> Addresses | StartFailure:
         try:
             router = Router(self._config, Tokenizer(self._model_dir), self._number)
+            identify(router.incarnation)
             addresses = await (self._keep(router) if router.replicas.is_keeper else self._follow(router))
             await router.prove_ready()
             if self._server is not None:
@@ -103,7 +106,7 @@ class RouterHost:
             self._peers = peers
             loopback = host in ("127.0.0.1", "::1")
             replicas.peer_address = await peers.open(host if loopback else ray.util.get_node_ip_address())
-            self._peer_address.setresult(replicas.peer_address)
+            self._peer_address.set_result(replicas.peer_address)
         return addresses
 
     def node_id(self) -> str:

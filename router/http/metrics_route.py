@@ -10,6 +10,7 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from baton.router.discovery import group
 from baton.router.metrics import RouterMetrics
 from baton.telemetry.metrics import expose
 
@@ -27,15 +28,8 @@ def metrics_routes(metrics: RouterMetrics) -> APIRouter:
 
     @routes.get("/metrics/targets")
     async def targets(request: Request) -> JSONResponse:
-        return JSONResponse(
-            [
-                {
-                    "targets": [target.address],
-                    "labels": {"role": target.role, "pool": target.pool, "worker_id": target.worker_id},
-                }
-                # As the scraper reached us, so it can again: we may listen on all addresses.
-                for target in metrics.targets(request.url.netloc)
-            ]
-        )
+        # As the scraper reached us, so it can again: we may listen on all addresses.
+        by_tls = request.url.scheme == "https"
+        return JSONResponse([group(target, by_tls) for target in metrics.targets(request.url.netloc)])
 
     return routes
