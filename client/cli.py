@@ -83,6 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_chat(commands)
     _add_status(commands)
+    _add_logs(commands)
     _add_role(commands)
     _add_drain(commands)
     _add_stop(commands)
@@ -145,6 +146,22 @@ def _add_status(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print it as JSON, one line a look")
     _add_connection(parser)
     parser.set_defaults(command=_status)
+
+
+def _add_logs(commands: Any) -> None:
+    parser = commands.add_parser("logs", allow_abbrev=False, help="show what the router or a worker has logged of late")
+    parser.add_argument(
+        "worker", nargs="?", default="router", help="its name, as baton status shows it (default: router)"
+    )
+    parser.add_argument("--lines", type=_positive_count, default=100, metavar="N", help="the last N (default 100)")
+    parser.add_argument(
+        "--previous",
+        action="store_true",
+        help="of the process that had this name on that machine before, from its file",
+    )
+    parser.add_argument("--json", action="store_true", help="print them, and where they are from, as JSON")
+    _add_connection(parser)
+    parser.set_defaults(command=_logs)
 
 
 def _add_role(commands: Any) -> None:
@@ -429,6 +446,18 @@ def _show_status(status: cluster.ClusterStatus, options: argparse.Namespace, out
         _show(json.dumps(plain(status), separators=(",", ":")) + "\n")
     else:
         out.print(console.Status(status))
+
+
+def _logs(options: argparse.Namespace) -> int:
+    with _client(options) as client:
+        tail = client.logs(options.worker, options.lines, previous=options.previous)
+    if options.json:
+        _show(json.dumps(plain(tail)) + "\n")
+        return 0
+    kept = f", {tail.file}" if tail.file else ""
+    print(f"baton: {tail.process} on {tail.host}, incarnation {tail.incarnation}{kept}", file=sys.stderr)
+    _show("".join(f"{line}\n" for line in tail.lines))
+    return 0
 
 
 def _role(options: argparse.Namespace) -> int:

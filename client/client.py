@@ -30,6 +30,7 @@ from baton.client.resume import Attempt, Output, Patience, Progress
 from baton.proto import cluster_pb2 as cluster
 from baton.proto import cluster_pb2_grpc, inference_pb2_grpc
 from baton.proto import inference_pb2 as inference
+from baton.proto import worker_pb2 as worker
 from baton.proto.credentials import ClientTls
 
 DEFAULT_TARGET = "127.0.0.1:50051"
@@ -217,6 +218,15 @@ class Client:
         finally:
             call.cancel()
 
+    def logs(self, worker_id: str = "router", lines: int = 100, *, previous: bool = False) -> worker.LogTail:
+        """The last lines that a worker, or the router, has logged, and where its log file is.
+
+        `previous`: of the process that had this name on that machine before, if `observability.log_dir` is set.
+        """
+        request = cluster.GetLogsRequest(worker_id=worker_id, lines=lines, previous=previous)
+        response: worker.LogTail = self._call(self._cluster.GetLogs, request)
+        return response
+
     def drain(self, worker_id: str, timeout_s: float = 30.0) -> int:
         """Takes a worker out of placement and waits until it is empty; the number of requests that had to move."""
         request = cluster.DrainRequest(worker_id=worker_id, timeout_s=timeout_s)
@@ -363,6 +373,12 @@ class AsyncClient:
             raise from_rpc_error(error, self.target, self._tls) from None
         finally:
             call.cancel()
+
+    async def logs(self, worker_id: str = "router", lines: int = 100, *, previous: bool = False) -> worker.LogTail:
+        """See `Client.logs`."""
+        request = cluster.GetLogsRequest(worker_id=worker_id, lines=lines, previous=previous)
+        response: worker.LogTail = await self._call(self._cluster.GetLogs, request)
+        return response
 
     async def drain(self, worker_id: str, timeout_s: float = 30.0) -> int:
         request = cluster.DrainRequest(worker_id=worker_id, timeout_s=timeout_s)

@@ -53,6 +53,7 @@ from baton.scheduler.load import load_report
 from baton.scheduler.plan import Emitted, Logprobs, Progressed, Step, StepResult
 from baton.scheduler.scheduler import Refusal, Scheduler, SchedulerConfig
 from baton.scheduler.sequence import Sequence, State
+from baton.telemetry.log_tail import LogService
 from baton.telemetry.metrics import Endpoint
 from baton.telemetry.tracing import FLUSH_S
 
@@ -167,6 +168,7 @@ class WorkerCore:
         server = grpc.aio.server(options=(*_SERVER_OPTIONS, ("grpc.so_reuseport", 0)))
         worker_pb2_grpc.add_WorkerServicer_to_server(self.desk, server)
         worker_pb2_grpc.add_HandoffServicer_to_server(LendingDoor(self), server)
+        worker_pb2_grpc.add_LogsServicer_to_server(LogService(), server)
         host = self.settings.host
         shown = f"[{host}]" if ":" in host else host
         port = _bind(server, self.wire, shown, self.settings.ports)

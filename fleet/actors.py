@@ -28,6 +28,7 @@ from baton.fleet.notes import NotedLife, NotedRole
 from baton.proto.messages import Role, RoleChange, RoleKept, WorkerDescription
 from baton.proto.settings import RankSettings, WorkerSettings
 from baton.telemetry.logs import configure as configure_logs
+from baton.telemetry.logs import identify
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,8 @@ class RankHost:
     """The Ray actor around a further rank of a worker; its process ends when the rank does."""
 
     def __init__(self, run: RankMain, settings: WorkerSettings, place: RankSettings) -> None:
-        configure_logs(settings.observability, f"{settings.worker_id}/{place.rank}")
+        host = ray.util.get_node_ip_address()
+        configure_logs(settings.observability, f"{settings.worker_id}/{place.rank}", host=host)
         threading.Thread(target=self._run, args=(run, settings, place), name="rank").start()
 
     def _run(self, run: RankMain, settings: WorkerSettings, place: RankSettings) -> None:
@@ -119,7 +121,7 @@ class WorkerHost:
         network: str = "",
     ) -> None:
         """`network`: see `own_address`; for settings that name no host to listen at."""
-        configure_logs(settings.observability, settings.worker_id)
+        configure_logs(settings.observability, settings.worker_id, host=ray.util.get_node_ip_address())
         self._start_rank = start_rank  # kept: further ranks live as long as the handles in it
         self._thread = LoopThread("worker")
         self._outcome: WorkerDescription | StartFailure
@@ -131,6 +133,8 @@ class WorkerHost:
             settings = replace(settings, role=self._role.read() or settings.role)
             self._worker = factory(settings, _end_process, start_rank)
             self._outcome = self._thread.start(self._worker.start()).result(timeout=60)
+            identify(self._outcome.incarnation)
+            log.info("serves at %s in process %d", self._outcome.address, self._outcome.pid)
         except Exception as error:
             log.exception("worker %s cannot start", settings.worker_id)
             self._outcome = StartFailure(f"{settings.worker_id}: {error or type(error).__name__}")
@@ -148,6 +152,7 @@ class WorkerHost:
             self._role.write(self._outcome.role)
         else:
             self._outcome = change.description
+            identify(change.description.incarnation)
         return change
 
     def stop(self) -> None:

@@ -29,6 +29,7 @@ from baton.router.router import Router
 from baton.router.server import Addresses, RouterServer
 from baton.router.tokenizer import Tokenizer
 from baton.telemetry.logs import configure as configure_logs
+from baton.telemetry.logs import identify
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,8 @@ class RouterHost:
 
         `model_dir`: where the model is, unless `find_model` tells.
         """
-        configure_logs(config.observability, f"router-{number}" if number else "router")
+        process, host = f"router-{number}" if number else "router", ray.util.get_node_ip_address()
+        configure_logs(config.observability, process, host=host)
         self._namespace = namespace
         self._number = number
         self._thread = LoopThread("router")
@@ -81,6 +83,7 @@ class RouterHost:
             if self._find_model is not None:
                 model_dir = await asyncio.to_thread(self._find_model, self._config.model)
             router = Router(self._config, Tokenizer(model_dir), self._number)
+            identify(router.incarnation)
             addresses = await (self._keep(router) if router.replicas.is_keeper else self._follow(router))
             await self._prove(router)
             if self._server is not None:

@@ -186,6 +186,16 @@ class ClusterStatus(_message.Message):
     router_replicas: int
     def __init__(self, model: _Optional[str] = ..., router: _Optional[_Union[RouterStatus, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[RecentRequest, _Mapping]]] = ..., version: _Optional[str] = ..., routers: _Optional[_Iterable[_Union[RouterStatus, _Mapping]]] = ..., router_replicas: _Optional[int] = ...) -> None: ...
 
+class GetLogsRequest(_message.Message):
+    __slots__ = ("worker_id", "lines", "previous")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    lines: int
+    previous: bool
+    def __init__(self, worker_id: _Optional[str] = ..., lines: _Optional[int] = ..., previous: _Optional[bool] = ...) -> None: ...
+
 class DrainRequest(_message.Message):
     __slots__ = ("worker_id", "timeout_s", "leave", "host", "force")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from baton.proto import cluster_pb2 as baton_dot_proto_dot_cluster__pb2
+from baton.proto import worker_pb2 as baton_dot_proto_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -59,6 +60,11 @@ class ClusterStub:
                 request_serializer=baton_dot_proto_dot_cluster__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=baton_dot_proto_dot_cluster__pb2.ScaleResponse.FromString,
                 _registered_method=True)
+        self.GetLogs = channel.unary_unary(
+                '/baton.v1.Cluster/GetLogs',
+                request_serializer=baton_dot_proto_dot_cluster__pb2.GetLogsRequest.SerializeToString,
+                response_deserializer=baton_dot_proto_dot_worker__pb2.LogTail.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -96,6 +102,13 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetLogs(self, request, context):
+        """What a process has logged, wherever it runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -123,6 +136,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Scale,
                     request_deserializer=baton_dot_proto_dot_cluster__pb2.ScaleRequest.FromString,
                     response_serializer=baton_dot_proto_dot_cluster__pb2.ScaleResponse.SerializeToString,
+            ),
+            'GetLogs': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLogs,
+                    request_deserializer=baton_dot_proto_dot_cluster__pb2.GetLogsRequest.FromString,
+                    response_serializer=baton_dot_proto_dot_worker__pb2.LogTail.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -260,6 +278,33 @@ class Cluster:
             '/baton.v1.Cluster/Scale',
             baton_dot_proto_dot_cluster__pb2.ScaleRequest.SerializeToString,
             baton_dot_proto_dot_cluster__pb2.ScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLogs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/GetLogs',
+            baton_dot_proto_dot_cluster__pb2.GetLogsRequest.SerializeToString,
+            baton_dot_proto_dot_worker__pb2.LogTail.FromString,
             options,
             channel_credentials,
             insecure,

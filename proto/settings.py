@@ -101,6 +101,8 @@ class ObservabilitySettings:
     requests without a trace of their own that is traced. `worker_metrics`: whether each worker opens a Prometheus
     endpoint, on a port of its own choice. `log_prompts`: whether logs and traces may contain prompts and outputs.
     `step_log`: a directory in which each worker notes every step, for `baton capacity calibrate`; empty notes nothing.
+    `log_dir`: a directory of each machine in which every process keeps its log in a file, beside writing it to stderr.
+    `targets_file`: a file on the router's machine that names every Prometheus endpoint, as `file_sd_configs` read it.
     """
 
     trace_endpoint: str = ""
@@ -110,6 +112,8 @@ class ObservabilitySettings:
     log_level: str = one_of("info", ("debug", "info", "warning", "error"))
     log_prompts: bool = False
     step_log: str = ""
+    log_dir: str = ""
+    targets_file: str = ""
 
 
 @dataclass(frozen=True, slots=True)

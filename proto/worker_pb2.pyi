@@ -40,6 +40,28 @@ LEG_FAILURE_KIND_DEADLINE: LegFailureKind
 LEG_FAILURE_KIND_DRAINING: LegFailureKind
 LEG_FAILURE_KIND_INTERNAL: LegFailureKind
 
+class TailRequest(_message.Message):
+    __slots__ = ("lines", "previous")
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    lines: int
+    previous: bool
+    def __init__(self, lines: _Optional[int] = ..., previous: _Optional[bool] = ...) -> None: ...
+
+class LogTail(_message.Message):
+    __slots__ = ("process", "host", "incarnation", "file", "lines")
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    process: str
+    host: str
+    incarnation: str
+    file: str
+    lines: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, process: _Optional[str] = ..., host: _Optional[str] = ..., incarnation: _Optional[str] = ..., file: _Optional[str] = ..., lines: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class ResolvedSampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens", "min_tokens", "stop_token_ids", "seed", "logprobs", "prompt_logprobs", "logit_bias", "grammar")
     class LogitBiasEntry(_message.Message):

@@ -173,3 +173,78 @@ class Handoff:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class LogsStub:
+    """Router -> worker, apart from the stream: what its process has logged.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Tail = channel.unary_unary(
+                '/baton.v1.Logs/Tail',
+                request_serializer=baton_dot_proto_dot_worker__pb2.TailRequest.SerializeToString,
+                response_deserializer=baton_dot_proto_dot_worker__pb2.LogTail.FromString,
+                _registered_method=True)
+
+
+class LogsServicer:
+    """Router -> worker, apart from the stream: what its process has logged.
+    """
+
+    def Tail(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_LogsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Tail': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tail,
+                    request_deserializer=baton_dot_proto_dot_worker__pb2.TailRequest.FromString,
+                    response_serializer=baton_dot_proto_dot_worker__pb2.LogTail.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'baton.v1.Logs', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('baton.v1.Logs', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Logs:
+    """Router -> worker, apart from the stream: what its process has logged.
+    """
+
+    @staticmethod
+    def Tail(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Logs/Tail',
+            baton_dot_proto_dot_worker__pb2.TailRequest.SerializeToString,
+            baton_dot_proto_dot_worker__pb2.LogTail.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -21,9 +21,11 @@ import psutil
 from baton import __version__
 from baton.proto import cluster_pb2 as cluster
 from baton.proto import cluster_pb2_grpc
+from baton.proto import worker_pb2 as worker
 from baton.proto.context import Context
 from baton.proto.messages import Role, WorkerDescription
 from baton.router.admission import FieldViolation
+from baton.router.logs import NoLog, router_tail, worker_tail
 from baton.router.placement import WorkerView
 from baton.router.router import Router
 from baton.router.status import refuse, refuse_fields
@@ -31,6 +33,8 @@ from baton.router.status import refuse, refuse_fields
 DEFAULT_WATCH_INTERVAL_S, MIN_WATCH_INTERVAL_S = 1.0, 0.1
 DEFAULT_DRAIN_S = 30.0
 MAX_POOL_SIZE = 1024
+DEFAULT_LOG_LINES, MAX_LOG_LINES = 100, 10_000
+ROUTER = "router"
 
 
 class WorkerState(StrEnum):
@@ -264,6 +268,23 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         except WorkforceError as error:
             await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return cluster.ScaleResponse(size=request.size)
+
+    async def GetLogs(self, request: cluster.GetLogsRequest, context: Context) -> worker.LogTail:
+        lines = request.lines or DEFAULT_LOG_LINES
+        if not 1 <= lines <= MAX_LOG_LINES:
+            await refuse_fields(context, [FieldViolation("lines", str(request.lines), f"from 1 to {MAX_LOG_LINES}")])
+        asked, name = worker.TailRequest(lines=lines, previous=request.previous), request.worker_id or ROUTER
+        try:
+            if name == ROUTER:
+                return await router_tail(asked)
+            member = next((member for member in self._workforce.members() if member.worker_id == name), None)
+            if member is None:
+                await refuse(context, grpc.StatusCode.NOT_FOUND, f"worker_id {name!r} is not in this cluster")
+            if member.description is None:
+                raise NoLog(f"{name} has not served yet, so nobody knows where it is")
+            return await worker_tail(member.description, asked, self._router.config.observability.log_dir)
+        except NoLog as error:
+            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
 
 async def _refuse_no_time(context: Context, field: str, seconds: float) -> None:

@@ -335,6 +335,11 @@ def _checked(config: ClusterConfig) -> ClusterConfig:
     if endpoint and not endpoint.startswith(("http://", "https://")):
         problem = f"is {endpoint!r}, must be a URL like http://collector:4318"
         raise ConfigError(f"{SECTION}.observability.trace_endpoint", problem)
+    for name in ("log_dir", "targets_file"):
+        value = getattr(config.observability, name)
+        if value and not Path(value).is_absolute():
+            problem = f"is {value!r}, must be an absolute path: processes of other working directories open it"
+            raise ConfigError(f"{SECTION}.observability.{name}", problem)
     for pool in config.pools:
         _check_devices(pool)
     _check_security(config.security)

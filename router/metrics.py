@@ -36,12 +36,17 @@ FINISHED_REASONS = {"stop": "stop", "length": "length", "aborted": "abort"}
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One endpoint to scrape: what it is, and host:port."""
+    """One endpoint to scrape: host:port, and what is there. `incarnation`: of the process, as far as it is known."""
 
     address: str
     role: str
     pool: str
     worker_id: str
+    incarnation: str = ""
+
+    @property
+    def host(self) -> str:
+        return self.address.rpartition(":")[0].strip("[]")
 
 
 class RouterMetrics:
@@ -174,15 +179,21 @@ class RouterMetrics:
     def targets(self, own_address: str) -> list[Target]:
         """Everything there is to scrape, routers first; workers that are lost or show nothing are left out."""
         replicas = self._router.replicas
-        found = [Target(own_address, ENGINE, "", ENGINE)]
+        incarnation = self._router.incarnation
+        found = [Target(own_address, ENGINE, "", ENGINE, incarnation)]
         if replicas.count > 1:
             # By the shared address a scrape would meet any of them.
-            numbers = {replicas.number: replicas.http_address} | {it.number: it.http_address for it in replicas.others}
-            found = [Target(address, ENGINE, "", f"{ENGINE}-{number}") for number, address in sorted(numbers.items())]
+            there = {it.number: (it.http_address, it.incarnation) for it in replicas.others}
+            there[replicas.number] = replicas.http_address, incarnation
+            found = [
+                Target(address, ENGINE, "", f"{ENGINE}-{number}", life)
+                for number, (address, life) in sorted(there.items())
+            ]
         for member in self._workforce.members():
             description = member.description
             if description is not None and description.metrics_address and member.state is not WorkerState.LOST:
-                found.append(Target(description.metrics_address, member.role.value, member.pool, member.worker_id))
+                address, role = description.metrics_address, member.role.value
+                found.append(Target(address, role, member.pool, member.worker_id, description.incarnation))
         return found
 
     def _show_router(self, figures: Figures) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import gc
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -24,6 +25,7 @@ from baton.proto.settings import TlsSettings
 from baton.router.allowance import Allowance
 from baton.router.cluster import ClusterService, Workforce
 from baton.router.config import RouterSettings
+from baton.router.discovery import TargetsFile, reachable
 from baton.router.gateway import Gateway
 from baton.router.guard import Guard
 from baton.router.http.app import create_app
@@ -83,6 +85,7 @@ class RouterServer:
         self._keys: Keyring | None = None
         self._front = FrontDoor(TlsSettings())
         self._allowance = Allowance(router.config.router.max_requests_at_once, router.config.router.max_requests_per_s)
+        self._targets_file: TargetsFile | None = None
         self._server: grpc.aio.Server | None = None
         self._http: HttpServer | None = None
 
@@ -105,6 +108,11 @@ class RouterServer:
         except OSError as error:
             await self.close()
             raise PortTaken(f"{settings.host}:{settings.http_port} cannot be bound: {error.strerror}") from error
+        file = self._router.config.observability.targets_file
+        if file and self._router.replicas.is_keeper:
+            targets = partial(self._metrics.targets, reachable(http_addresses[-1]))
+            self._targets_file = TargetsFile(Path(file), targets)
+            self._targets_file.open()
         return Addresses(grpc_addresses[0], http_addresses[0], grpc_addresses[-1], http_addresses[-1])
 
     async def _open_grpc(self, settings: RouterSettings, patience_s: float) -> list[str]:
@@ -164,6 +172,8 @@ class RouterServer:
 
     async def close(self, grace_s: float = 0.5) -> None:
         self._router.closing.set()
+        if self._targets_file is not None:
+            await self._targets_file.close()
         if self._http is not None:
             await self._http.close(grace_s)
         if self._server is not None:

@@ -10,7 +10,8 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from baton.router.metrics import ENGINE, RouterMetrics, Target
+from baton.router.discovery import group
+from baton.router.metrics import RouterMetrics
 from baton.telemetry.metrics import expose
 
 
@@ -27,25 +28,8 @@ def metrics_routes(metrics: RouterMetrics) -> APIRouter:
 
     @routes.get("/metrics/targets")
     async def targets(request: Request) -> JSONResponse:
-        def scheme(target: Target) -> dict[str, str]:
-            """Of routers as the scraper has come to this one; workers' endpoints are plain HTTP."""
-            by_tls = target.role == ENGINE and request.url.scheme == "https"
-            return {"__scheme__": "https"} if by_tls else {}
-
-        return JSONResponse(
-            [
-                {
-                    "targets": [target.address],
-                    "labels": {
-                        "role": target.role,
-                        "pool": target.pool,
-                        "worker_id": target.worker_id,
-                        **scheme(target),
-                    },
-                }
-                # As the scraper reached us, so it can again: we may listen on all addresses.
-                for target in metrics.targets(request.url.netloc)
-            ]
-        )
+        # As the scraper reached us, so it can again: we may listen on all addresses.
+        by_tls = request.url.scheme == "https"
+        return JSONResponse([group(target, by_tls) for target in metrics.targets(request.url.netloc)])
 
     return routes

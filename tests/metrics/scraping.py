@@ -97,7 +97,7 @@ class Run:
         store = Store()
         for number, pages in enumerate(self.scrapes, start=1):
             for page in pages.values():
-                target = {label: value for label, value in page.target.items() if value}
+                target = {name: value for name, value in page.target.items() if value and not name.startswith("__")}
                 store.scrape(page.text, 60.0 * number, job="baton", instance=target["worker_id"], **target)
         return store
 

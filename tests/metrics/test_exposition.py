@@ -80,11 +80,22 @@ async def test_every_page_can_be_read_in_both_formats_compressed_or_not(cluster:
 async def test_targets_name_the_router_as_it_was_reached_and_each_worker(cluster: SmallCluster) -> None:
     groups = await targets(cluster)
     labels = [group["labels"] for group in groups]
+    lives = {seat.worker_id: seat.description.incarnation for seat in cluster.members()}
+    assert len({*lives.values(), cluster.router.incarnation}) == 4
     assert labels == [
-        {"role": "router", "pool": "", "worker_id": "router"},
-        {"role": "prefill", "pool": "prefill", "worker_id": "prefill-0"},
-        {"role": "decode", "pool": "decode", "worker_id": "decode-0"},
-        {"role": "decode", "pool": "decode", "worker_id": "decode-1"},
+        {
+            "host": "127.0.0.1",
+            "role": role,
+            "pool": pool,
+            "worker_id": worker_id,
+            "__meta_baton_incarnation": lives.get(worker_id, cluster.router.incarnation),
+        }
+        for role, pool, worker_id in (
+            ("router", "", "router"),
+            ("prefill", "prefill", "prefill-0"),
+            ("decode", "decode", "decode-0"),
+            ("decode", "decode", "decode-1"),
+        )
     ]
     assert groups[0]["targets"] == [cluster.http_address]
     assert len({target for group in groups for target in group["targets"]}) == 4

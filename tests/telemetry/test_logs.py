@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import logging
+import os
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -17,7 +19,9 @@ from small_cluster import SmallCluster
 
 from baton.proto import inference_pb2 as inference
 from baton.proto.settings import ObservabilitySettings
-from baton.telemetry.logs import configure, fields
+from baton.telemetry import log_file
+from baton.telemetry.log_file import FILES_KEPT, LogFile
+from baton.telemetry.logs import configure, fields, identify
 
 SECRET = "sesame-7Qx"
 
@@ -28,12 +32,15 @@ def logged():
     root, baton = logging.getLogger(), logging.getLogger("baton")
     before = root.handlers[:], root.level, baton.level
 
-    def start(**settings) -> io.StringIO:
+    def start(process="router", host="", **settings) -> io.StringIO:
         stream = io.StringIO()
-        configure(ObservabilitySettings(**settings), "router", stream)
+        configure(ObservabilitySettings(**settings), process, stream, host)
         return stream
 
     yield start
+    for handler in root.handlers:
+        with contextlib.suppress(OSError):
+            handler.close()
     root.handlers[:], root.level, level = before
     baton.setLevel(level)
 
@@ -185,3 +192,102 @@ async def test_prompts_and_outputs_are_logged_where_the_configuration_says_so(pa
     (line,) = (line for line in lines(stream) if line["message"] == "request ended")
     assert line["prompt"] == "hello"
     assert line["outputs"] == [cluster.router.tokenizer.decode(result.tokens, skip_special_tokens=False)]
+
+
+# --- whose lines they are, and in which file -------------------------------------------------------------------------
+
+
+def test_each_line_names_process_host_and_the_incarnation_of_that_moment(logged):
+    stream = logged("decode-1", "10.0.0.12", log_format="json")
+    speak = logging.getLogger("baton.test").info
+    speak("starting")
+    identify("5f1c8e02a7b3d941")
+    speak("serving")
+    identify("0b0b0b0b0b0b0b0b")
+    speak("in another role")
+    assert [(line["process"], line["host"], line.get("incarnation"), line["message"]) for line in lines(stream)] == [
+        ("decode-1", "10.0.0.12", None, "starting"),
+        ("decode-1", "10.0.0.12", "5f1c8e02a7b3d941", "serving"),
+        ("decode-1", "10.0.0.12", "0b0b0b0b0b0b0b0b", "in another role"),
+    ]
+
+
+def test_a_text_line_names_them_in_one_word(logged):
+    stream = logged("decode-1", "10.0.0.12")
+    logging.getLogger("baton.test").info("starting")
+    identify("5f1c8e02a7b3d941")
+    logging.getLogger("baton.test").info("100%% %s", "there")
+    first, second = stream.getvalue().splitlines()
+    assert first.endswith(" INFO decode-1@10.0.0.12 baton.test: starting")
+    assert second.endswith(" INFO decode-1@10.0.0.12#5f1c8e02 baton.test: 100% there")
+
+
+def test_a_file_has_all_that_a_life_said_under_a_name_that_says_whose(logged, tmp_path):
+    folder = tmp_path / "made" / "by the process"
+    stream = logged("decode-1", "fd00::7", log_dir=str(folder))
+    speak = logging.getLogger("baton.test").info
+    speak("starting")
+    (starting,) = folder.iterdir()
+    assert starting.name.startswith("decode-1@fd00-7.pid-")
+    identify("first")
+    speak("serving")
+    identify("second")
+    speak("in another role")
+    told = {file.name: [line.split(": ")[1] for line in file.read_text().splitlines()] for file in folder.iterdir()}
+    assert told == {
+        "decode-1@fd00-7.first.log": ["starting", "serving"],
+        "decode-1@fd00-7.second.log": ["in another role"],
+    }
+    assert len(stream.getvalue().splitlines()) == 3
+
+
+def test_a_further_rank_has_a_file_of_its_own(logged, tmp_path):
+    logged("decode-1/1", "h", log_dir=str(tmp_path))
+    assert [file.name.partition(".")[0] for file in tmp_path.iterdir()] == ["decode-1-1@h"]
+
+
+def test_a_file_is_turned_over_and_few_are_kept(logged, tmp_path, monkeypatch):
+    monkeypatch.setattr(log_file, "FILE_BYTES", 2000)
+    logged("decode-1", "h", log_dir=str(tmp_path))
+    identify("life")
+    for number in range(200):
+        logging.getLogger("baton.test").info("line %d", number)
+    files = sorted(file.name for file in tmp_path.iterdir())
+    assert files == ["decode-1@h.life.log", *(f"decode-1@h.life.log.{number}" for number in (1, 2, 3))]
+    assert max(file.stat().st_size for file in tmp_path.iterdir()) <= 2000
+    assert (tmp_path / files[0]).read_text().splitlines()[-1].endswith("line 199")
+
+
+def test_a_worker_that_never_comes_to_serve_leaves_a_bounded_number_of_files(logged, tmp_path):
+    (tmp_path / "decode-10@h.other.log").write_text("of another worker")
+    for number in range(2 * FILES_KEPT):
+        file = tmp_path / f"decode-1@h.pid-{number}.log"
+        file.write_text("died")
+        os.utime(file, (number, number))
+    logged("decode-1", "h", log_dir=str(tmp_path))
+    left = [file.name for file in tmp_path.iterdir() if file.name.startswith("decode-1@h.")]
+    assert len(left) <= FILES_KEPT
+    assert f"decode-1@h.pid-{2 * FILES_KEPT - 1}.log" in left
+    assert "decode-1@h.pid-0.log" not in left
+    assert (tmp_path / "decode-10@h.other.log").exists()
+
+
+def test_a_process_without_a_place_for_its_file_goes_on_and_says_so(logged, tmp_path):
+    (tmp_path / "taken").write_text("a file")
+    stream = logged("decode-1", "h", log_dir=str(tmp_path / "taken"))
+    logging.getLogger("baton.test").info("serving")
+    first, second = stream.getvalue().splitlines()
+    assert "WARNING" in first
+    assert "log_dir" in first
+    assert str(tmp_path / "taken") in first
+    assert second.endswith("serving")
+
+
+def test_a_full_disk_is_told_once_and_stderr_goes_on(logged, tmp_path, capsys):
+    stream = logged("decode-1", "h", log_dir=str(tmp_path))
+    file = next(handler for handler in logging.getLogger().handlers if isinstance(handler, LogFile))
+    file.stream = open("/dev/full", "w", buffering=1)  # noqa: SIM115 - the handler closes it
+    for number in range(3):
+        logging.getLogger("baton.test").info("line %d", number)
+    assert [line[-6:] for line in stream.getvalue().splitlines()] == ["line 0", "line 1", "line 2"]
+    assert capsys.readouterr().err.count("cannot be written") == 1
