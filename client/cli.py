@@ -80,6 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_status(commands)
     _add_role(commands)
+    _add_doctor(commands)
     _add_bench(commands)
     commands.add_parser("capacity", help="how many prefill and how many decode workers a traffic needs")
     return parser
@@ -151,6 +152,20 @@ def _add_role(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print the times as JSON")
     _add_connection(parser)
     parser.set_defaults(command=_role)
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        allow_abbrev=False,
+        help="look for what is wrong with this machine, a cluster file or a running cluster",
+    )
+    parser.add_argument("config", nargs="?", type=Path, help="a cluster file: what a start with it would need")
+    parser.add_argument("--target", metavar="HOST:PORT", help="of the router (default: the file's, or 127.0.0.1:50051)")
+    parser.add_argument("--token", help="a bearer token")
+    parser.add_argument("--timeout", type=_positive, default=15.0, metavar="S", help="for asking a running cluster")
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.set_defaults(command=_doctor)
 
 
 def _add_bench(commands: Any) -> None:
@@ -370,6 +385,18 @@ def _role(options: argparse.Namespace) -> int:
         f"draining{moved}\n"
     )
     return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from baton.client import doctor
+
+    try:
+        diagnosis = doctor.diagnose(options.config, options.target, options.token, options.timeout)
+    except ValueError as error:
+        print(f"baton: --target {error}", file=sys.stderr)
+        return 2
+    _show(json.dumps(diagnosis.to_json(), indent=2) + "\n" if options.json else doctor.told(diagnosis))
+    return 0 if diagnosis.is_healthy else 1
 
 
 def _bench(options: argparse.Namespace) -> int:
