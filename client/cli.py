@@ -87,6 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_role(commands)
     _add_drain(commands)
     _add_stop(commands)
+    _add_doctor(commands)
     _add_bench(commands)
     _add_certs(commands)
     commands.add_parser("capacity", help="how many prefill and how many decode workers a traffic needs")
@@ -202,6 +203,20 @@ def _add_stop(commands: Any) -> None:
     )
     parser.add_argument("--timeout", type=_seconds, default=30.0, metavar="S", help="for running requests (default 30)")
     parser.set_defaults(command=_stop)
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        allow_abbrev=False,
+        help="look for what is wrong with this machine, a cluster file or a running cluster",
+    )
+    parser.add_argument("config", nargs="?", type=Path, help="a cluster file: what a start with it would need")
+    parser.add_argument("--target", metavar="HOST:PORT", help="of the router (default: the file's, or 127.0.0.1:50051)")
+    access.add_options(parser)
+    parser.add_argument("--timeout", type=_positive, default=15.0, metavar="S", help="for asking a running cluster")
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.set_defaults(command=_doctor)
 
 
 def _add_bench(commands: Any) -> None:
@@ -486,6 +501,19 @@ def _drain(options: argparse.Namespace) -> int:
     moved = f", {console.counted(done.moved, 'leg')} moved" if done.moved else ""
     _show(f"{', '.join(done.left) or 'no worker'} has left{moved}\n")
     return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from baton.client import doctor
+
+    try:
+        token, tls = access.token_of(options), access.tls_of(options)
+        diagnosis = doctor.diagnose(options.config, options.target, token, options.timeout, tls)
+    except ValueError as error:
+        print(f"baton: --target {error}", file=sys.stderr)
+        return 2
+    _show(json.dumps(diagnosis.to_json(), indent=2) + "\n" if options.json else doctor.told(diagnosis))
+    return 0 if diagnosis.is_healthy else 1
 
 
 def _bench(options: argparse.Namespace) -> int:

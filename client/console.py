@@ -37,6 +37,7 @@ _BAR_CELLS = 24
 _USAGE_CELLS, _WIDE_USAGE_CELLS = 5, 20
 _NARROW, _WIDE = 80, 130
 _MIN_REQUESTS, _MAX_REQUESTS = 3, 10
+_MAX_LANES = 8
 _STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "lost": "red"}
 
 
@@ -158,8 +159,18 @@ class Status:
         ]
         for note in notes:
             yield Text(printable(note), style="yellow")
+        lanes = _shown_lanes(message)
+        if lanes:
+            yield Text()
+            yield _lanes(lanes, width)
         yield Text()
-        num_lines = 11 + len(notes) + len(message.pools) + sum(len(pool.workers) for pool in message.pools)
+        num_lines = (
+            (2 + len(lanes) if lanes else 0)
+            + 11
+            + len(notes)
+            + len(message.pools)
+            + sum(len(pool.workers) for pool in message.pools)
+        )
         num_rows = max(_MIN_REQUESTS, terminal.height - num_lines) if terminal.is_terminal else _MAX_REQUESTS
         if message.recent:
             yield _recent(message.recent[:num_rows], width)
@@ -189,6 +200,43 @@ def _workers(message: cluster.ClusterStatus, is_wide: bool) -> Table:
         for worker in pool.workers:
             cells = _worker(worker, is_wide, pool.role)
             table.add_row(*cells, *([printable(worker.host)] if shows_hosts else ()))
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    reader: str
+    lane: wire.Lane
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.lane.state in ("refused", "lost") or self.lane.is_slow or bool(self.lane.reason)
+
+
+def _shown_lanes(message: cluster.ClusterStatus) -> list[_Lane]:
+    """The ways of KV between workers: those with something wrong, and others as far as there is room."""
+    workers = [worker for pool in message.pools for worker in pool.workers]
+    lanes = [_Lane(worker.worker_id, lane) for worker in workers for lane in worker.lanes]
+    return sorted(lanes, key=lambda it: not it.is_wrong)[:_MAX_LANES]
+
+
+def _lanes(lanes: Sequence[_Lane], width: int) -> Table:
+    table = _table()
+    for name in ("LANE", "STATE"):
+        table.add_column(name, no_wrap=True)
+    for name in ("GB/S", "ROUND TRIP"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("BY", no_wrap=True, overflow="ellipsis", max_width=width // 2)
+    for shown in lanes:
+        lane = shown.lane
+        slow = f" of {lane.expected_gb_per_s:g}" if lane.is_slow else ""
+        table.add_row(
+            Text(f"{lane.source} > {shown.reader}"),
+            Text(lane.state, "red" if shown.is_wrong else ""),
+            Text(f"{lane.gb_per_s:.3g}{slow}" if lane.gb_per_s else "-", "red" if lane.is_slow else ""),
+            latency(lane.round_trip_s) if lane.round_trip_s else "-",
+            Text(printable(lane.reason or lane.transport)),
+        )
     return table
 
 

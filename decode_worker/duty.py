@@ -6,13 +6,14 @@ Owns: the wiring of the receiver, for one incarnation. Refuses to know: who chos
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from baton.decode_worker.receiver import Receiver
 from baton.engine.leg import HandoffTimes
 from baton.engine.worker import WorkerCore
 from baton.kvtransfer.connector import Connector
-from baton.proto.messages import FailureKind, LegFailure
+from baton.proto import worker_pb2 as wire
+from baton.proto.messages import FailureKind, HandoffSource, LegFailure
 
 
 class DecodeDuty:
@@ -31,6 +32,8 @@ class DecodeDuty:
             core.failed,
             core.metrics,
             pull_ids,
+            core.runner.description.kv_bytes_per_token * core.runner.description.block_size,
+            core.tell_lanes,
             core.wire,
         )
         self.lending = None
@@ -40,6 +43,9 @@ class DecodeDuty:
 
     async def close(self) -> None:
         await self.side.close()
+
+    async def meet(self, sources: Sequence[HandoffSource], probe_bytes: int, timeout_s: float) -> tuple[wire.Lane, ...]:
+        return await self.side.meet(sources, probe_bytes, timeout_s)
 
     # --- LandingStrip: from the event loop to the step loop ---------------------------------------------------------
 
@@ -57,3 +63,6 @@ class DecodeDuty:
 
     def settle(self, sequence_id: str) -> None:
         self._core.loop.call(lambda: self._core.scheduler.settle(sequence_id))
+
+    def borrow(self, name: str, num_blocks: int, answer: Callable[[list[int]], object]) -> None:
+        self._core.loop.call(lambda: answer(self._core.scheduler.set_aside(name, num_blocks)))

@@ -14,10 +14,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.decode_worker.lanes import LaneBook, Tell
 from baton.decode_worker.peer import PeerLink
+from baton.decode_worker.probe import Prober
 from baton.engine.clock import Clock
 from baton.engine.duty import TransferCounters
 from baton.engine.leg import HandoffTimes
@@ -55,7 +58,11 @@ class LandingStrip(Protocol):
         ...
 
     def settle(self, sequence_id: str) -> None:
-        """No read writes to its blocks any more."""
+        """No read writes to its blocks any more, or to those borrowed under this name."""
+        ...
+
+    def borrow(self, name: str, num_blocks: int, answer: Callable[[list[int]], object]) -> None:
+        """Takes at most so many free blocks out of use until `settle(name)`; `answer` hears which, over there."""
         ...
 
 
@@ -102,9 +109,13 @@ class Receiver:
         failed: Failed,
         metrics: WorkerMetrics,
         pull_ids: Iterator[int],
+        block_bytes: int,
+        tell_lanes: Tell,
         wire_to_peers: ClusterWire = PLAIN,
     ) -> None:
-        self._hello = wire.WatcherHello(worker_id=worker_id, incarnation=incarnation, geometry=geometry.to_wire())
+        self._hello = wire.WatcherHello(
+            worker_id=worker_id, incarnation=incarnation, geometry=geometry.to_wire(), connector=connector.name
+        )
         self._geometry = geometry
         self._connector = connector
         self._settings = settings
@@ -123,6 +134,11 @@ class Receiver:
         self._counts = _Counts()
         self._last_tick_s = clock()
         self._tasks: list[asyncio.Task[None]] = []
+        self._closed = False
+        self._lanes = LaneBook(worker_id, settings.expected_gb_per_s, clock, tell_lanes)
+        self._prober = Prober(
+            connector, strip, self._lanes, block_bytes, pull_ids, clock, started=self._pulls_started.set
+        )
 
     # --- step loop ------------------------------------------------------------------------------------------------
 
@@ -177,6 +193,10 @@ class Receiver:
         self._tasks = [asyncio.create_task(self._poll()), asyncio.create_task(self._tick())]
 
     async def close(self) -> None:
+        self._closed = True
+        for link in self._links.values():
+            link.known.set()
+        await self._prober.close()
         for task in self._tasks:
             task.cancel()
         for link in list(self._links.values()):
@@ -187,7 +207,7 @@ class Receiver:
     async def _poll(self) -> None:
         with vital(self._failed):
             while True:
-                if not self._pulls:
+                if not self._pulls and not self._prober.is_reading:
                     self._pulls_started.clear()
                     await self._pulls_started.wait()
                 for event in self._connector.poll():
@@ -204,17 +224,67 @@ class Receiver:
                 if stall_s > self._settings.lease_s / 2:
                     for sequence_id in list(self._handoffs):
                         self._fail(sequence_id, f"this worker stalled for {stall_s:.1f} s during the hand-off")
+                for link in self._links.values():
+                    self._lanes.heard(link.incarnation, link.round_trip_s)
+                self._lanes.tick()
+                self._probe_one()
+
+    def _probe_one(self) -> None:
+        """Measures a lane of which nothing is known, while nobody waits for KV."""
+        probe_bytes = self._settings.probe_mib << 20
+        if not probe_bytes or self._handoffs or self._prober.is_reading:
+            return
+        for link in self._links.values():
+            if link.round_trip_s and not link.probed:
+                link.probed = True
+                if not self._lanes.is_measured(link.incarnation):
+                    self._measure(link, probe_bytes)
+                    return
+
+    def _measure(self, link: PeerLink, num_bytes: int) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._probe(link, num_bytes))
+        self._tasks.append(task)
+        task.add_done_callback(self._tasks.remove)
+        return task
+
+    async def _probe(self, link: PeerLink, num_bytes: int) -> None:
+        with vital(self._failed):
+            await self._prober.measure(link, num_bytes)
+
+    async def meet(self, sources: Many[HandoffSource], probe_bytes: int, timeout_s: float) -> tuple[wire.Lane, ...]:
+        """See `Duty`. Lanes that are not open by then say so."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*(self._meet(source, probe_bytes) for source in sources))
+        except TimeoutError:
+            log.warning("%d lanes were not all examined within %.1f s", len(sources), timeout_s)
+        return self._lanes.lanes()
+
+    async def _meet(self, source: HandoffSource, probe_bytes: int) -> None:
+        if self._closed:
+            return
+        link = self._links.get(source.incarnation) or self._begin_link(source)
+        await link.known.wait()
+        if self._links.get(source.incarnation) is link:
+            self._lanes.heard(link.incarnation, link.round_trip_s)
+            if probe_bytes:
+                await self._measure(link, probe_bytes)
 
     # --- event loop: what the step loop says ------------------------------------------------------------------------
 
     def _expect(self, sequence_id: str, source: HandoffSource, num_tokens: int) -> None:
         link = self._links.get(source.incarnation)
         if link is None:
-            link = PeerLink(source, self._hello, self._geometry, self._settings, self, self._failed, self._wire)
-            self._links[source.incarnation] = link
+            link = self._begin_link(source)
         incoming = Incoming(sequence_id, source, num_tokens, self._geometry.block_size)
         self._handoffs[sequence_id] = self._by_source[source.sequence_id] = _Handoff(incoming, link)
         link.post(wire.WatcherMessage(subscribe=wire.Subscribe(sequence_id=source.sequence_id)))
+
+    def _begin_link(self, source: HandoffSource) -> PeerLink:
+        link = PeerLink(source, self._hello, self._geometry, self._settings, self, self._failed, self._wire)
+        self._links[source.incarnation] = link
+        self._lanes.meeting(source)
+        return link
 
     def _reserve(self, sequence_id: str, blocks: tuple[int, ...], num_cached_tokens: int) -> None:
         handoff = self._handoffs.get(sequence_id)
@@ -238,6 +308,7 @@ class Receiver:
 
     def opened(self, link: PeerLink) -> None:
         """An incarnation that answers is evidence that all others of its name are dead; a leg that names it is none."""
+        self._lanes.opened(link.incarnation, self._connector.transport(link.incarnation))
         for other in list(self._links.values()):
             if other.worker_id == link.worker_id and other is not link:
                 self.lost(other, f"{link.worker_id} has restarted as {link.incarnation}")
@@ -282,9 +353,11 @@ class Receiver:
             self._advance(handoff)
 
     def lost(self, link: PeerLink, reason: str) -> None:
+        link.known.set()
         if self._links.get(link.incarnation) is link:
             del self._links[link.incarnation]
             self._connector.forget(link.incarnation)
+            self._lanes.ended(link.incarnation, reason, refused=link.refused)
         for handoff in list(self._handoffs.values()):
             if handoff.link is link:
                 self._fail(handoff.incoming.sequence_id, f"{link.worker_id} was lost: {reason}")
@@ -313,6 +386,7 @@ class Receiver:
         number = next(self._pull_ids)
         self._pulls[number] = (handoff, wanted)
         self._pulls_started.set()
+        self._lanes.reading(incoming.source.incarnation)
         self._connector.pull(
             Pull(
                 pull_id=number,
@@ -325,12 +399,17 @@ class Receiver:
         )
 
     def _pull_event(self, event: PullEvent) -> None:
+        if self._prober.take(event):
+            return
         entry = self._pulls.get(event.pull_id)
         if entry is None:
             self._counts.unknown += 1
             return
         handoff, wanted = entry
         incoming = handoff.incoming
+        if event.state is not PullState.SETTLED:
+            transport = self._connector.transport(incoming.source.incarnation)
+            self._lanes.read(incoming.source.incarnation, event.num_bytes, transport)
         match event.state:
             case PullState.FINISHED:
                 self._counts.chunks += 1

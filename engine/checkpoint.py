@@ -45,6 +45,23 @@ def resolve_model(name: str) -> Path:
     return _complete(_hub_directory(name))
 
 
+def local_model(name: str) -> Path | None:
+    """The directory that `resolve_model` would return, if it is here; None if it would have to be made or fetched.
+
+    Raises CheckpointError where `resolve_model` would find fault with what is here.
+    """
+    if name == DEMO:
+        target = cache_directory() / "models" / demo.DIRECTORY
+        return _complete(target) if target.is_dir() else None
+    directory = Path(name).expanduser()
+    if directory.exists() or not _HUB_ID.fullmatch(name) or name.startswith("."):
+        return resolve_model(name)
+    try:
+        return _complete(_hub_directory(name, local_files_only=True))
+    except CheckpointError:
+        return None
+
+
 def model_name(name: str) -> str:
     """What to call the model: the last part of a directory, or the name itself where it is no directory."""
     directory = Path(name).expanduser()
@@ -68,13 +85,13 @@ def _complete(directory: Path) -> Path:
     return directory.resolve()
 
 
-def _hub_directory(name: str) -> Path:
+def _hub_directory(name: str, local_files_only: bool = False) -> Path:
     try:
         hub = importlib.import_module("huggingface_hub")
     except ImportError as error:
         raise CheckpointError(f"{name}: no such directory, and huggingface_hub is not installed") from error
     try:
-        return Path(hub.snapshot_download(name, allow_patterns=_HUB_FILES))
+        return Path(hub.snapshot_download(name, allow_patterns=_HUB_FILES, local_files_only=local_files_only))
     except (OSError, ValueError) as error:
         # The hub client's errors all derive from these two; its own texts run over many lines.
         raise CheckpointError(f"{name}: not in the Hugging Face cache and not to be had: {error}") from error

@@ -75,6 +75,7 @@ class RouterLink:
     def __init__(self, incarnation: str) -> None:
         self.incarnation = incarnation
         self.outbox: asyncio.Queue[WorkerReport | None] = asyncio.Queue()
+        self.lanes: tuple[wire.Lane, ...] = ()  # as this router knows them
         self.last_submit = 0
         self.batches: list[TokenBatch] = []
         self.failures: list[LegFailure] = []
@@ -110,6 +111,7 @@ class RouterDesk(worker_pb2_grpc.WorkerServicer):
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._introducible = asyncio.Event()
         self._introducible.set()
+        self.lanes: tuple[wire.Lane, ...] = ()  # by which KV comes here; set on the event loop
         self.draining = False
         self.leaving = False  # the worker is about to change its role
 
@@ -136,7 +138,12 @@ class RouterDesk(worker_pb2_grpc.WorkerServicer):
         try:
             yield wire.WorkerMessage(hello=wire.WorkerHello(worker=self._describe().to_wire()))
             while (report := await link.outbox.get()) is not None:
-                yield report.to_wire()
+                message = report.to_wire()
+                if link.lanes is not self.lanes:
+                    link.lanes = self.lanes
+                    message.lanes.lanes.extend(link.lanes)
+                    message.lanes.SetInParent()
+                yield message
         finally:
             link.open = False
             reader.cancel()
@@ -243,6 +250,7 @@ class RouterDesk(worker_pb2_grpc.WorkerServicer):
         for link in self._links:
             link.open = False
         self._last_load = None
+        self.lanes = ()
         self._event_loop.call_soon_threadsafe(_end, list(self._links))
 
     @property

@@ -8,10 +8,13 @@ A duty belongs to one incarnation. A worker that changes its role closes the one
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from dataclasses import astuple, dataclass
 from typing import Protocol
 
+from baton.proto import worker_pb2 as wire
 from baton.proto import worker_pb2_grpc
+from baton.proto.messages import HandoffSource
 from baton.scheduler.sequence import Sequence
 
 
@@ -75,6 +78,11 @@ class Duty(Protocol):
 
     def open(self) -> None:
         """Begins to serve, on the running event loop."""
+        ...
+
+    async def meet(self, sources: Many[HandoffSource], probe_bytes: int, timeout_s: float) -> tuple[wire.Lane, ...]:
+        """Meets workers to read KV from, and reads at most so many bytes from each; returns what is known of all such
+        ways by then, within the time."""
         ...
 
     async def close(self) -> None:

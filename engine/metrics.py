@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 
 from baton import __version__
 from baton.engine.description import ModelDescription
+from baton.proto import worker_pb2 as wire
 from baton.proto.messages import LoadReport
 from baton.proto.settings import WorkerSettings
 from baton.telemetry.metrics import BLOCKS, BYTES, LATENCY_S, STEP_TOKENS, Figures, Meter, Page
@@ -33,6 +34,7 @@ class WorkerMetrics:
         self._incarnation = incarnation
         self._connector_name = connector_name
         self._load: LoadReport | None = None
+        self._lanes: tuple[wire.Lane, ...] = ()
         self._meter = meter = Meter(settings.model_name or model.name, settings.worker_id)
         self._step_tokens = meter.histogram(
             "vllm:iteration_tokens_total", "Tokens computed in one engine step.", STEP_TOKENS
@@ -71,9 +73,12 @@ class WorkerMetrics:
     def reported(self, load: LoadReport) -> None:
         self._load = load
 
+    def connected(self, lanes: tuple[wire.Lane, ...]) -> None:
+        self._lanes = lanes
+
     def became(self, settings: WorkerSettings, incarnation: str) -> None:
         """The worker has another role from now on."""
-        self._settings, self._incarnation = settings, incarnation
+        self._settings, self._incarnation, self._lanes = settings, incarnation, ()
 
     # --- asked by a scrape ------------------------------------------------------------------------------------------
 
@@ -83,6 +88,8 @@ class WorkerMetrics:
         if load is not None:
             _show_load(figures, load)
             _show_counters(figures, load)
+        for lane in self._lanes:
+            _show_lane(figures, lane)
         return Page(self._meter.registry, figures).collect()
 
     def _describe(self, figures: Figures) -> None:
@@ -136,6 +143,18 @@ def _show_load(figures: Figures, load: LoadReport) -> None:
     figures.gauge("baton_queued_tokens", "Prompt tokens accepted but not computed.", load.queued_tokens)
     figures.gauge("baton_context_tokens", "Tokens with KV of the running sequences.", load.running_context_tokens)
     figures.gauge("baton_draining", "1 while the worker takes nothing new.", load.draining)
+
+
+def _show_lane(figures: Figures, lane: wire.Lane) -> None:
+    labels = {"source": lane.source, "transport": lane.transport}
+    figures.gauge("baton_lane_up", "1 while a prefill worker can be read from.", lane.state == "open", **labels)
+    figures.gauge("baton_lane_slow", "1 while KV comes below the expected rate.", lane.is_slow, **labels)
+    figures.gauge(
+        "baton_lane_bytes_per_second", "Best rate of the last large reads; 0: none yet.", lane.gb_per_s * 1e9, **labels
+    )
+    figures.gauge(
+        "baton_lane_round_trip_seconds", "Best of the last round trips of control.", lane.round_trip_s, **labels
+    )
 
 
 def _show_counters(figures: Figures, load: LoadReport) -> None:

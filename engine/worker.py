@@ -18,7 +18,6 @@ from typing import Protocol
 import grpc
 import torch
 
-from baton import __version__
 from baton.engine.clock import Clock
 from baton.engine.description import ModelDescription
 from baton.engine.desk import RouterDesk
@@ -35,6 +34,7 @@ from baton.proto.context import Context
 from baton.proto.credentials import ClusterWire
 from baton.proto.messages import (
     FailureKind,
+    HandoffSource,
     KvGeometry,
     Leg,
     LegFailure,
@@ -53,6 +53,7 @@ from baton.scheduler.load import load_report
 from baton.scheduler.plan import Emitted, Logprobs, Progressed, Step, StepResult
 from baton.scheduler.scheduler import Refusal, Scheduler, SchedulerConfig
 from baton.scheduler.sequence import Sequence, State
+from baton.telemetry import machine
 from baton.telemetry.log_tail import LogService
 from baton.telemetry.metrics import Endpoint
 from baton.telemetry.tracing import FLUSH_S
@@ -169,6 +170,7 @@ class WorkerCore:
         worker_pb2_grpc.add_WorkerServicer_to_server(self.desk, server)
         worker_pb2_grpc.add_HandoffServicer_to_server(LendingDoor(self), server)
         worker_pb2_grpc.add_LogsServicer_to_server(LogService(), server)
+        worker_pb2_grpc.add_ExaminationServicer_to_server(Examination(self), server)
         host = self.settings.host
         shown = f"[{host}]" if ":" in host else host
         port = _bind(server, self.wire, shown, self.settings.ports)
@@ -200,6 +202,11 @@ class WorkerCore:
         if self._endpoint is not None:
             await asyncio.to_thread(self._endpoint.close)
 
+    def tell_lanes(self, lanes: tuple[wire.Lane, ...]) -> None:
+        """The ways by which KV comes here, when one has changed."""
+        self.desk.lanes = lanes
+        self.metrics.connected(lanes)
+
     def describe(self) -> WorkerDescription:
         model, settings = self.runner.description, self.settings
         return WorkerDescription(
@@ -216,7 +223,7 @@ class WorkerCore:
             max_num_seqs=settings.scheduler.max_num_seqs,
             dtype=model.dtype,
             connector=self._connector_name,
-            version=__version__,
+            version=self.runner.geometry.version,
             kv_bytes_per_token=model.kv_bytes_per_token,
             pid=os.getpid(),
             metrics_address=self._metrics_address,
@@ -477,6 +484,26 @@ def _bind(server: grpc.aio.Server, wire: ClusterWire, host: str, ports: Collecti
         except RuntimeError:
             continue
     raise OSError(f"{host} has no free port from {min(ports)} to {max(ports)}: router.worker_ports should have more")
+
+
+class Examination(worker_pb2_grpc.ExaminationServicer):
+    """Answers how things are on a worker, for `baton doctor`."""
+
+    def __init__(self, core: WorkerCore) -> None:
+        self._core = core
+
+    async def Examine(self, request: wire.ExamineRequest, context: Context) -> wire.WorkerExamination:
+        core = self._core
+        lanes: tuple[wire.Lane, ...] = ()
+        sources = [HandoffSource(it.worker_id, it.incarnation, it.address, "") for it in request.sources]
+        if sources:
+            lanes = await core.duty.meet(sources, request.probe_bytes, request.timeout_s)
+        return wire.WorkerExamination(
+            worker=core.describe().to_wire(),
+            device=core.settings.engine.device,
+            lanes=lanes,
+            machine=machine.look(),
+        )
 
 
 def _plans_ahead(settings: WorkerSettings) -> bool:

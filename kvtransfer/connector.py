@@ -1,6 +1,6 @@
 """The interface through which KV blocks move from one worker's pool to another's.
 
-Owns: the six verbs and the values that they take. Refuses to know: sequences, leases, schedulers, gRPC.
+Owns: the verbs and the values that they take. Refuses to know: sequences, leases, schedulers, gRPC.
 
     source:       attach -> export ----------------------------------> release
     destination:  attach -> pull -> poll: FINISHED or FAILED, then SETTLED, each exactly once a pull
@@ -124,6 +124,10 @@ class Connector(Protocol):
 
     def poll(self) -> list[PullEvent]:
         """What has happened since the last call, in order. Never blocks."""
+        ...
+
+    def transport(self, peer: str) -> str:
+        """How KV comes from a peer that was read from, in a few words; empty if that is not known."""
         ...
 
     def forget(self, peer: str) -> None:

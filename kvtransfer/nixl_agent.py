@@ -80,6 +80,7 @@ class NixlAgent:
             self._agent.createBackend("UCX", {})
         except self._errors as error:
             raise TransportUnavailable(f"NIXL's UCX backend does not start: {error} ({_choice()})") from error
+        self.means = _means()
         self._registered: Any = None
         self._place: PoolAddress | None = None
         self._own_lists: dict[int, int] = {}
@@ -226,6 +227,13 @@ def _import_bindings(settings: TransferSettings) -> ModuleType:
         except ImportError as error:
             reasons.append(str(error))
     raise TransportUnavailable(f"NIXL is not installed (pip install nixl): {'; '.join(reasons)}")
+
+
+def _means() -> str:
+    """What UCX may use. Which of it an endpoint uses, NIXL does not tell."""
+    transports, devices = os.environ.get("UCX_TLS"), os.environ.get("UCX_NET_DEVICES")
+    means = f"UCX by {transports}" if transports else "UCX by its own choice"
+    return f"{means} on {devices}" if devices else means
 
 
 def _choice() -> str:

@@ -104,6 +104,9 @@ class ShardedConnector:
         self._collect()
         return self._outcomes.drain()
 
+    def transport(self, peer: str) -> str:
+        return self._members[0].transport(_name(peer, 0))
+
     def forget(self, peer: str) -> None:
         for source in range(self._num_sources.pop(peer, 0)):
             for member in self._members:
@@ -281,6 +284,10 @@ class RemoteConnector:
 
     def poll(self) -> list[PullEvent]:
         return self._outcomes.drain()
+
+    def transport(self, peer: str) -> str:
+        """Only rank 0 is asked."""
+        return ""
 
     def forget(self, peer: str) -> None:
         self._send(wire.ConnectorCommand(forget=peer))

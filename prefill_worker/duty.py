@@ -7,13 +7,16 @@ workers' memory.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from baton.engine.vital import vital
 from baton.engine.worker import WorkerCore
 from baton.kvtransfer.connector import Connector
+from baton.kvtransfer.handshake import Party
 from baton.prefill_worker.lender import Lender
 from baton.prefill_worker.service import HandoffService
-from baton.proto.messages import FailureKind, LegFailure
+from baton.proto import worker_pb2 as wire
+from baton.proto.messages import FailureKind, HandoffSource, LegFailure
 
 
 class PrefillDuty:
@@ -26,7 +29,14 @@ class PrefillDuty:
             settings.transfer.lease_s, geometry.block_size, connector, core.clock, self._release, self._expire
         )
         self.lending = HandoffService(
-            settings.worker_id, incarnation, geometry, address, self.side, settings.transfer, core.clock, core.failed
+            Party(settings.worker_id, connector.name, geometry),
+            incarnation,
+            core.runner.description.num_blocks,
+            address,
+            self.side,
+            settings.transfer,
+            core.clock,
+            core.failed,
         )
         self._ticker: asyncio.Task[None] | None = None
 
@@ -37,6 +47,10 @@ class PrefillDuty:
         if self._ticker is not None:
             self._ticker.cancel()
         self.lending.close()
+
+    async def meet(self, sources: Sequence[HandoffSource], probe_bytes: int, timeout_s: float) -> tuple[wire.Lane, ...]:
+        """Reads from nobody."""
+        return ()
 
     async def _tick(self) -> None:
         with vital(self._core.failed):

@@ -16,6 +16,7 @@ import grpc
 from baton.engine.clock import Clock
 from baton.engine.desk import first_message
 from baton.engine.vital import Failed, vital
+from baton.kvtransfer.handshake import Party, mismatch
 from baton.prefill_worker.lender import Lender, WatcherLink
 from baton.proto import worker_pb2 as wire
 from baton.proto import worker_pb2_grpc
@@ -31,9 +32,9 @@ class HandoffService(worker_pb2_grpc.HandoffServicer):
 
     def __init__(
         self,
-        worker_id: str,
+        party: Party,
         incarnation: str,
-        geometry: KvGeometry,
+        num_blocks: int,
         address: bytes,
         lender: Lender,
         settings: TransferSettings,
@@ -41,14 +42,16 @@ class HandoffService(worker_pb2_grpc.HandoffServicer):
         failed: Failed,
     ) -> None:
         self._hello = wire.LenderHello(
-            worker_id=worker_id,
+            worker_id=party.worker_id,
             incarnation=incarnation,
-            geometry=geometry.to_wire(),
+            geometry=party.geometry.to_wire(),
+            connector=party.connector,
+            num_blocks=num_blocks,
             address=address,
             address_crc32=zlib.crc32(address),
             lease_s=settings.lease_s,
         )
-        self._geometry = geometry
+        self._party = party
         self._lender = lender
         self._settings = settings
         self._clock = clock
@@ -72,10 +75,11 @@ class HandoffService(worker_pb2_grpc.HandoffServicer):
             return
         hello = wire.LenderHello()
         hello.CopyFrom(self._hello)
-        hello.refused = self._geometry.difference(KvGeometry.from_wire(first.hello.geometry))
+        watcher = Party(first.hello.worker_id, first.hello.connector, KvGeometry.from_wire(first.hello.geometry))
+        hello.refused = mismatch(self._party, watcher)
         yield wire.LenderMessage(hello=hello)
         if hello.refused:
-            log.error("refused %s: %s", first.hello.worker_id, hello.refused)
+            log.error("%s is refused: %s", watcher.worker_id, hello.refused)
             return
         if self._closed:
             return
@@ -123,6 +127,7 @@ class HandoffService(worker_pb2_grpc.HandoffServicer):
             case "acknowledge":
                 self._lender.acknowledge(message.acknowledge.sequence_id, message.acknowledge.epoch)
             case "heartbeat":
-                pass
+                if message.heartbeat.number:
+                    link.outbox.put_nowait(wire.LenderMessage(heartbeat=message.heartbeat))
             case _:
                 log.warning("%s sent an unknown message", link.name)

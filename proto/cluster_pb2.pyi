@@ -33,7 +33,7 @@ class WorkerPace(_message.Message):
     def __init__(self, window_s: _Optional[float] = ..., prompt_tokens_per_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., pulled_bytes_per_s: _Optional[float] = ..., budget_share: _Optional[float] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "pool", "role", "incarnation", "address", "state", "load", "load_age_s", "in_flight", "restarts", "rss_bytes", "pid", "pace", "block_size", "kv_bytes_per_token", "queue_budget_tokens", "connector", "host", "note")
+    __slots__ = ("worker_id", "pool", "role", "incarnation", "address", "state", "load", "load_age_s", "in_flight", "restarts", "rss_bytes", "pid", "pace", "block_size", "kv_bytes_per_token", "queue_budget_tokens", "connector", "host", "note", "lanes", "version")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,8 @@ class WorkerStatus(_message.Message):
     CONNECTOR_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
+    LANES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     pool: str
     role: str
@@ -72,7 +74,9 @@ class WorkerStatus(_message.Message):
     connector: str
     host: str
     note: str
-    def __init__(self, worker_id: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.LoadReport, _Mapping]] = ..., load_age_s: _Optional[float] = ..., in_flight: _Optional[int] = ..., restarts: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., pid: _Optional[int] = ..., pace: _Optional[_Union[WorkerPace, _Mapping]] = ..., block_size: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., queue_budget_tokens: _Optional[int] = ..., connector: _Optional[str] = ..., host: _Optional[str] = ..., note: _Optional[str] = ...) -> None: ...
+    lanes: _containers.RepeatedCompositeFieldContainer[_worker_pb2.Lane]
+    version: str
+    def __init__(self, worker_id: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.LoadReport, _Mapping]] = ..., load_age_s: _Optional[float] = ..., in_flight: _Optional[int] = ..., restarts: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., pid: _Optional[int] = ..., pace: _Optional[_Union[WorkerPace, _Mapping]] = ..., block_size: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., queue_budget_tokens: _Optional[int] = ..., connector: _Optional[str] = ..., host: _Optional[str] = ..., note: _Optional[str] = ..., lanes: _Optional[_Iterable[_Union[_worker_pb2.Lane, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("name", "role", "size", "workers")
@@ -253,3 +257,49 @@ class ScaleResponse(_message.Message):
     SIZE_FIELD_NUMBER: _ClassVar[int]
     size: int
     def __init__(self, size: _Optional[int] = ...) -> None: ...
+
+class ExamineClusterRequest(_message.Message):
+    __slots__ = ("timeout_s", "router_only")
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_ONLY_FIELD_NUMBER: _ClassVar[int]
+    timeout_s: float
+    router_only: bool
+    def __init__(self, timeout_s: _Optional[float] = ..., router_only: _Optional[bool] = ...) -> None: ...
+
+class ExaminedWorker(_message.Message):
+    __slots__ = ("worker_id", "pool", "role", "state", "address", "restarts", "silence", "round_trip_s", "clock_ahead_s", "examination")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    SILENCE_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_S_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_AHEAD_S_FIELD_NUMBER: _ClassVar[int]
+    EXAMINATION_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    pool: str
+    role: str
+    state: str
+    address: str
+    restarts: int
+    silence: str
+    round_trip_s: float
+    clock_ahead_s: float
+    examination: _worker_pb2.WorkerExamination
+    def __init__(self, worker_id: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., restarts: _Optional[int] = ..., silence: _Optional[str] = ..., round_trip_s: _Optional[float] = ..., clock_ahead_s: _Optional[float] = ..., examination: _Optional[_Union[_worker_pb2.WorkerExamination, _Mapping]] = ...) -> None: ...
+
+class ClusterExamination(_message.Message):
+    __slots__ = ("version", "model", "machine", "pools", "workers")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    model: str
+    machine: _worker_pb2.Machine
+    pools: _containers.RepeatedCompositeFieldContainer[_inference_pb2.PoolInfo]
+    workers: _containers.RepeatedCompositeFieldContainer[ExaminedWorker]
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., machine: _Optional[_Union[_worker_pb2.Machine, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[_inference_pb2.PoolInfo, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[ExaminedWorker, _Mapping]]] = ...) -> None: ...

@@ -65,6 +65,11 @@ class ClusterStub:
                 request_serializer=baton_dot_proto_dot_cluster__pb2.GetLogsRequest.SerializeToString,
                 response_deserializer=baton_dot_proto_dot_worker__pb2.LogTail.FromString,
                 _registered_method=True)
+        self.Examine = channel.unary_unary(
+                '/baton.v1.Cluster/Examine',
+                request_serializer=baton_dot_proto_dot_cluster__pb2.ExamineClusterRequest.SerializeToString,
+                response_deserializer=baton_dot_proto_dot_cluster__pb2.ClusterExamination.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -109,6 +114,13 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Examine(self, request, context):
+        """Asks every worker how things are there, and has each pair that may hand over meet. For `baton doctor`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -141,6 +153,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.GetLogs,
                     request_deserializer=baton_dot_proto_dot_cluster__pb2.GetLogsRequest.FromString,
                     response_serializer=baton_dot_proto_dot_worker__pb2.LogTail.SerializeToString,
+            ),
+            'Examine': grpc.unary_unary_rpc_method_handler(
+                    servicer.Examine,
+                    request_deserializer=baton_dot_proto_dot_cluster__pb2.ExamineClusterRequest.FromString,
+                    response_serializer=baton_dot_proto_dot_cluster__pb2.ClusterExamination.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -305,6 +322,33 @@ class Cluster:
             '/baton.v1.Cluster/GetLogs',
             baton_dot_proto_dot_cluster__pb2.GetLogsRequest.SerializeToString,
             baton_dot_proto_dot_worker__pb2.LogTail.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Examine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/Examine',
+            baton_dot_proto_dot_cluster__pb2.ExamineClusterRequest.SerializeToString,
+            baton_dot_proto_dot_cluster__pb2.ClusterExamination.FromString,
             options,
             channel_credentials,
             insecure,

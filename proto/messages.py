@@ -537,6 +537,10 @@ class RoleKept:
     reason: str
 
 
+KV_LAYOUT = "block,layer,kv_head,kv,token,head_dim"
+"""The order of a KV pool's dimensions, by which code that lays it out otherwise is told apart."""
+
+
 @dataclass(frozen=True, slots=True)
 class KvGeometry:
     """What two workers' KV must agree on before a byte moves between them: all but `tp_size`, the number of ranks that
@@ -551,14 +555,11 @@ class KvGeometry:
     num_kv_heads: int
     head_dim: int
     tp_size: int = 1
+    layout: str = KV_LAYOUT
 
-    def difference(self, other: KvGeometry) -> str:
-        """The first field that differs and may not, with both values; empty if none does."""
-        for name in _ALIKE:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                return f"{name}: {mine!r} here, {theirs!r} there"
-        return ""
+    def differs_in(self, other: KvGeometry) -> str:
+        """The first field that differs and may not; empty if none does."""
+        return next((name for name in _ALIKE if getattr(self, name) != getattr(other, name)), "")
 
     def to_wire(self) -> wire.KvGeometry:
         return wire.KvGeometry(**{name: getattr(self, name) for name in _GEOMETRY})
@@ -569,7 +570,8 @@ class KvGeometry:
 
 
 _GEOMETRY = tuple(wire.KvGeometry.DESCRIPTOR.fields_by_name)
-_ALIKE = tuple(name for name in _GEOMETRY if name != "tp_size")
+# Other code may fill the other fields otherwise: that is then what to say.
+_ALIKE = ("version", *(name for name in _GEOMETRY if name not in ("version", "tp_size")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,8 @@ class TransferSettings:
     `lease_s`: how long the source keeps lent blocks without a heartbeat. `peer_timeout_s`: silence after which a peer
     is given up. `transport`: UCX_TLS for the nixl connector, empty lets UCX choose. `network_device`: UCX_NET_DEVICES
     for nixl, the name of a network interface for nccl; empty lets UCX, or the machine's routes, choose.
+    `expected_gb_per_s`: below which rate a lane between two workers is warned of, 0 expects nothing. `probe_mib`: what
+    a decode worker reads of a prefill worker that it has just met, to measure the lane; 0 measures by requests alone.
     """
 
     connector: str = one_of("nixl", ("nixl", "nccl", "local"))
@@ -91,6 +93,8 @@ class TransferSettings:
     peer_timeout_s: float = bounded(3.0, minimum=0.1)
     transport: str = ""
     network_device: str = ""
+    expected_gb_per_s: float = bounded(0.0, minimum=0.0)
+    probe_mib: int = bounded(8, minimum=0, maximum=64)
 
 
 @dataclass(frozen=True, slots=True)

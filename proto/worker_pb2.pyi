@@ -367,20 +367,100 @@ class WorkerDescription(_message.Message):
     metrics_address: str
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., dtype: _Optional[str] = ..., connector: _Optional[str] = ..., version: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
+class Lane(_message.Message):
+    __slots__ = ("source", "source_incarnation", "source_address", "transport", "state", "reason", "gb_per_s", "measured_bytes", "round_trip_s", "expected_gb_per_s", "is_slow", "age_s")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    GB_PER_S_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_S_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_GB_PER_S_FIELD_NUMBER: _ClassVar[int]
+    IS_SLOW_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    source_incarnation: str
+    source_address: str
+    transport: str
+    state: str
+    reason: str
+    gb_per_s: float
+    measured_bytes: int
+    round_trip_s: float
+    expected_gb_per_s: float
+    is_slow: bool
+    age_s: float
+    def __init__(self, source: _Optional[str] = ..., source_incarnation: _Optional[str] = ..., source_address: _Optional[str] = ..., transport: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., gb_per_s: _Optional[float] = ..., measured_bytes: _Optional[int] = ..., round_trip_s: _Optional[float] = ..., expected_gb_per_s: _Optional[float] = ..., is_slow: _Optional[bool] = ..., age_s: _Optional[float] = ...) -> None: ...
+
+class Lanes(_message.Message):
+    __slots__ = ("lanes",)
+    LANES_FIELD_NUMBER: _ClassVar[int]
+    lanes: _containers.RepeatedCompositeFieldContainer[Lane]
+    def __init__(self, lanes: _Optional[_Iterable[_Union[Lane, _Mapping]]] = ...) -> None: ...
+
 class WorkerMessage(_message.Message):
-    __slots__ = ("hello", "batches", "failures", "load")
+    __slots__ = ("hello", "batches", "failures", "load", "lanes")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    LANES_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     batches: _containers.RepeatedCompositeFieldContainer[TokenBatch]
     failures: _containers.RepeatedCompositeFieldContainer[LegFailure]
     load: LoadReport
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., batches: _Optional[_Iterable[_Union[TokenBatch, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[LegFailure, _Mapping]]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ...) -> None: ...
+    lanes: Lanes
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., batches: _Optional[_Iterable[_Union[TokenBatch, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[LegFailure, _Mapping]]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., lanes: _Optional[_Union[Lanes, _Mapping]] = ...) -> None: ...
+
+class ExamineRequest(_message.Message):
+    __slots__ = ("sources", "timeout_s", "probe_bytes")
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    PROBE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    sources: _containers.RepeatedCompositeFieldContainer[HandoffSource]
+    timeout_s: float
+    probe_bytes: int
+    def __init__(self, sources: _Optional[_Iterable[_Union[HandoffSource, _Mapping]]] = ..., timeout_s: _Optional[float] = ..., probe_bytes: _Optional[int] = ...) -> None: ...
+
+class Machine(_message.Message):
+    __slots__ = ("host", "boot_id", "unix_s", "num_cores", "memory_bytes", "available_bytes", "shm_bytes", "shm_free_bytes", "num_gpus")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_CORES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    AVAILABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHM_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_GPUS_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    boot_id: str
+    unix_s: float
+    num_cores: int
+    memory_bytes: int
+    available_bytes: int
+    shm_bytes: int
+    shm_free_bytes: int
+    num_gpus: int
+    def __init__(self, host: _Optional[str] = ..., boot_id: _Optional[str] = ..., unix_s: _Optional[float] = ..., num_cores: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., available_bytes: _Optional[int] = ..., shm_bytes: _Optional[int] = ..., shm_free_bytes: _Optional[int] = ..., num_gpus: _Optional[int] = ...) -> None: ...
+
+class WorkerExamination(_message.Message):
+    __slots__ = ("worker", "machine", "lanes", "device")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
+    LANES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerDescription
+    machine: Machine
+    lanes: _containers.RepeatedCompositeFieldContainer[Lane]
+    device: str
+    def __init__(self, worker: _Optional[_Union[WorkerDescription, _Mapping]] = ..., machine: _Optional[_Union[Machine, _Mapping]] = ..., lanes: _Optional[_Iterable[_Union[Lane, _Mapping]]] = ..., device: _Optional[str] = ...) -> None: ...
 
 class KvGeometry(_message.Message):
-    __slots__ = ("model", "version", "dtype", "block_size", "num_layers", "num_kv_heads", "head_dim", "tp_size")
+    __slots__ = ("model", "version", "dtype", "block_size", "num_layers", "num_kv_heads", "head_dim", "tp_size", "layout")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -389,6 +469,7 @@ class KvGeometry(_message.Message):
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: str
     dtype: str
@@ -397,20 +478,23 @@ class KvGeometry(_message.Message):
     num_kv_heads: int
     head_dim: int
     tp_size: int
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., tp_size: _Optional[int] = ...) -> None: ...
+    layout: str
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., tp_size: _Optional[int] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class WatcherHello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "geometry")
+    __slots__ = ("worker_id", "incarnation", "geometry", "connector")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
+    CONNECTOR_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     geometry: KvGeometry
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., geometry: _Optional[_Union[KvGeometry, _Mapping]] = ...) -> None: ...
+    connector: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., geometry: _Optional[_Union[KvGeometry, _Mapping]] = ..., connector: _Optional[str] = ...) -> None: ...
 
 class LenderHello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "geometry", "address", "address_crc32", "refused", "lease_s")
+    __slots__ = ("worker_id", "incarnation", "geometry", "address", "address_crc32", "refused", "lease_s", "connector", "num_blocks")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
@@ -418,6 +502,8 @@ class LenderHello(_message.Message):
     ADDRESS_CRC32_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    CONNECTOR_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     geometry: KvGeometry
@@ -425,7 +511,9 @@ class LenderHello(_message.Message):
     address_crc32: int
     refused: str
     lease_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., geometry: _Optional[_Union[KvGeometry, _Mapping]] = ..., address: _Optional[bytes] = ..., address_crc32: _Optional[int] = ..., refused: _Optional[str] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    connector: str
+    num_blocks: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., geometry: _Optional[_Union[KvGeometry, _Mapping]] = ..., address: _Optional[bytes] = ..., address_crc32: _Optional[int] = ..., refused: _Optional[str] = ..., lease_s: _Optional[float] = ..., connector: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class Subscribe(_message.Message):
     __slots__ = ("sequence_id",)
@@ -452,8 +540,10 @@ class Acknowledge(_message.Message):
     def __init__(self, sequence_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class WatcherMessage(_message.Message):
     __slots__ = ("hello", "subscribe", "validate", "acknowledge", "heartbeat")

@@ -248,3 +248,78 @@ class Logs:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class ExaminationStub:
+    """Router -> worker, apart from the stream: how things are there. Changes nothing.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Examine = channel.unary_unary(
+                '/baton.v1.Examination/Examine',
+                request_serializer=baton_dot_proto_dot_worker__pb2.ExamineRequest.SerializeToString,
+                response_deserializer=baton_dot_proto_dot_worker__pb2.WorkerExamination.FromString,
+                _registered_method=True)
+
+
+class ExaminationServicer:
+    """Router -> worker, apart from the stream: how things are there. Changes nothing.
+    """
+
+    def Examine(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ExaminationServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Examine': grpc.unary_unary_rpc_method_handler(
+                    servicer.Examine,
+                    request_deserializer=baton_dot_proto_dot_worker__pb2.ExamineRequest.FromString,
+                    response_serializer=baton_dot_proto_dot_worker__pb2.WorkerExamination.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'baton.v1.Examination', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('baton.v1.Examination', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Examination:
+    """Router -> worker, apart from the stream: how things are there. Changes nothing.
+    """
+
+    @staticmethod
+    def Examine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Examination/Examine',
+            baton_dot_proto_dot_worker__pb2.ExamineRequest.SerializeToString,
+            baton_dot_proto_dot_worker__pb2.WorkerExamination.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -21,17 +21,21 @@ import psutil
 from baton import __version__
 from baton.proto import cluster_pb2 as cluster
 from baton.proto import cluster_pb2_grpc
+from baton.proto import inference_pb2 as inference
 from baton.proto import worker_pb2 as worker
 from baton.proto.context import Context
 from baton.proto.messages import Role, WorkerDescription
 from baton.router.admission import FieldViolation
+from baton.router.examination import examine
 from baton.router.logs import NoLog, router_tail, worker_tail
 from baton.router.placement import WorkerView
 from baton.router.router import Router
 from baton.router.status import refuse, refuse_fields
+from baton.telemetry import machine
 
 DEFAULT_WATCH_INTERVAL_S, MIN_WATCH_INTERVAL_S = 1.0, 0.1
 DEFAULT_DRAIN_S = 30.0
+DEFAULT_EXAMINE_S, MAX_EXAMINE_S = 10.0, 120.0
 MAX_POOL_SIZE = 1024
 DEFAULT_LOG_LINES, MAX_LOG_LINES = 100, 10_000
 ROUTER = "router"
@@ -134,7 +138,7 @@ class Picture:
             role = roles.get(member.pool, member.role)
             pool = pools.setdefault(member.pool, cluster.PoolStatus(name=member.pool, role=role.value))
             pool.size += 1
-            pool.workers.append(self._worker(member, views.get(member.worker_id)))
+            pool.workers.append(self._worker(member, views.get(member.worker_id), now))
         router, replicas = self.router(), self._router.replicas
         routers = sorted([router, *replicas.others], key=lambda status: status.number)
         return cluster.ClusterStatus(
@@ -147,7 +151,7 @@ class Picture:
             version=__version__,
         )
 
-    def _worker(self, member: Member, view: WorkerView | None) -> cluster.WorkerStatus:
+    def _worker(self, member: Member, view: WorkerView | None, now: float) -> cluster.WorkerStatus:
         router, description = self._router, member.description
         status = cluster.WorkerStatus(
             worker_id=member.worker_id,
@@ -167,11 +171,17 @@ class Picture:
             status.kv_bytes_per_token = description.kv_bytes_per_token
             status.queue_budget_tokens = int(router.config.router.credit_steps * description.max_num_batched_tokens)
             status.connector = description.connector
+            status.version = description.version
         load, pace = router.book.last_report(member.worker_id), router.paces.pace(member.worker_id)
         if view is not None and load is not None:
             status.load.CopyFrom(load.to_wire())
             status.load_age_s = view.age_s or 0.0
             status.in_flight = view.in_flight
+        if link := router.links.get(member.worker_id):
+            alive = {other.description.incarnation for other in router.links.values()}
+            status.lanes.extend(lane for lane in link.lanes if lane.source_incarnation in alive)
+            for lane in status.lanes:
+                lane.age_s += max(0.0, now - link.lanes_s)
         if pace is not None:
             status.pace.CopyFrom(cluster.WorkerPace(**asdict(pace)))
         return status
@@ -282,9 +292,24 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                 await refuse(context, grpc.StatusCode.NOT_FOUND, f"worker_id {name!r} is not in this cluster")
             if member.description is None:
                 raise NoLog(f"{name} has not served yet, so nobody knows where it is")
-            return await worker_tail(member.description, asked, self._router.config.observability.log_dir)
+            log_dir = self._router.config.observability.log_dir
+            return await worker_tail(member.description, asked, log_dir, self._router.wire)
         except NoLog as error:
             await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+
+    async def Examine(self, request: cluster.ExamineClusterRequest, context: Context) -> cluster.ClusterExamination:
+        await _refuse_no_time(context, "timeout_s", request.timeout_s)
+        examination = cluster.ClusterExamination(version=__version__, model=self._router.config.model)
+        if not request.router_only:
+            timeout_s = min(request.timeout_s or DEFAULT_EXAMINE_S, MAX_EXAMINE_S)
+            members = self._workforce.members()
+            examination.workers.extend(await examine(members, self._router.links, timeout_s))
+            examination.pools.extend(
+                inference.PoolInfo(name=pool.name, role=pool.role.value, size=pool.size)
+                for pool in self._router.config.pools
+            )
+        examination.machine.CopyFrom(machine.look())
+        return examination
 
 
 async def _refuse_no_time(context: Context, field: str, seconds: float) -> None:

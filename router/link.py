@@ -63,6 +63,9 @@ class WorkerLink:
         self._connected = False
         self._opened = asyncio.Event()
         self._reported: Callable[[LoadReport], object] = lambda report: None
+        self._channel: grpc.aio.Channel | None = None
+        self.lanes: tuple[wire.Lane, ...] = ()  # by which KV comes to the worker, and when it has said so
+        self.lanes_s = 0.0
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
 
@@ -114,6 +117,19 @@ class WorkerLink:
     def set_draining(self, draining: bool) -> None:
         self._outbox.put_nowait(wire.RouterMessage(draining=wire.SetDraining(draining=draining)))
 
+    async def examine(self, request: wire.ExamineRequest, timeout_s: float) -> wire.WorkerExamination:
+        """Asks the worker how things are there. Raises ConnectionError with the reason if it does not answer."""
+        if self._channel is None or self.lost.done():
+            raise ConnectionError(self.lost.result() if self.lost.done() else "not connected")
+        try:
+            stub = worker_pb2_grpc.ExaminationStub(self._channel)
+            answer: wire.WorkerExamination = await stub.Examine(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise ConnectionError(f"no answer within {timeout_s:.1f} s") from None
+            raise ConnectionError(f"{error.code().name}: {error.details()}") from None
+        return answer
+
     async def rest(self, timeout_s: float) -> bool:
         """Waits until no leg is on the worker; returns whether that came in time."""
         try:
@@ -133,6 +149,7 @@ class WorkerLink:
         reason = "an unexpected error"
         try:
             async with self._wire.channel(self.description.address, CHANNEL_OPTIONS) as channel:
+                self._channel = channel
                 stream = worker_pb2_grpc.WorkerStub(channel).Connect(self._outgoing())
                 reason = await self._read(stream)
         except grpc.aio.AioRpcError as error:
@@ -174,6 +191,8 @@ class WorkerLink:
                 self._deliver(batch, ended=batch.finish_reason is not None)
             for failure in message.failures:
                 self._deliver(LegFailure.from_wire(failure), ended=True)
+            if message.HasField("lanes"):
+                self.lanes, self.lanes_s = tuple(message.lanes.lanes), asyncio.get_running_loop().time()
             if message.HasField("load"):
                 self._reported(LoadReport.from_wire(message.load))
 

@@ -13,6 +13,7 @@ import grpc
 
 from baton.proto import worker_pb2 as wire
 from baton.proto import worker_pb2_grpc
+from baton.proto.credentials import ClusterWire
 from baton.proto.messages import WorkerDescription
 from baton.router.link import CHANNEL_OPTIONS
 from baton.telemetry.log_tail import NoFormerLog, own_tail
@@ -33,10 +34,12 @@ async def router_tail(asked: wire.TailRequest) -> wire.LogTail:
         raise NoLog(str(error)) from None
 
 
-async def worker_tail(worker: WorkerDescription, asked: wire.TailRequest, log_dir: str) -> wire.LogTail:
+async def worker_tail(
+    worker: WorkerDescription, asked: wire.TailRequest, log_dir: str, connections: ClusterWire
+) -> wire.LogTail:
     """Of a worker's process. `log_dir`: where to look on its machine if it does not answer. Raises NoLog."""
     try:
-        async with grpc.aio.insecure_channel(worker.address, options=CHANNEL_OPTIONS) as channel:
+        async with connections.channel(worker.address, CHANNEL_OPTIONS) as channel:
             stub: Any = worker_pb2_grpc.LogsStub(channel)
             told: wire.LogTail = await stub.Tail(asked, timeout=ANSWER_S)
     except grpc.aio.AioRpcError as error:

@@ -207,6 +207,14 @@ class Scheduler:
         self._at_rest = False
         return True
 
+    def set_aside(self, name: str, num_blocks: int) -> list[int]:
+        """Takes blocks out of use until `settle(name)`: at most so many, and at most a quarter of the free ones."""
+        taken = self.pool.allocate(min(num_blocks, self.pool.num_free // 4))
+        self.pool.quarantine(taken)
+        if taken:
+            self._unsettled[name] = taken
+        return taken
+
     def get(self, sequence_id: str) -> Sequence | None:
         """The sequence, unless it has ended."""
         return self._sequences.get(sequence_id)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from baton import __version__
 from baton.engine.description import ModelDescription
 from baton.engine.loop import Computed
 from baton.proto.messages import KvGeometry
@@ -40,7 +41,7 @@ def paper_output(prompt: list[int] | tuple[int, ...], num_tokens: int) -> list[i
 
 
 class PaperRunner:
-    """A `ModelRunner`. `seconds_per_token` makes prompts take time, `step_s` every step."""
+    """A `ModelRunner`. `seconds_per_token` makes prompts take time, `step_s` every step; `version` is its code's."""
 
     def __init__(
         self,
@@ -49,11 +50,12 @@ class PaperRunner:
         max_model_len: int = 4096,
         seconds_per_token: float = 0.0,
         step_s: float = 0.0,
+        version: str = __version__,
     ) -> None:
         self.kv = torch.full((num_blocks, 1, 1, 2, block_size, 1), -1, dtype=torch.int64)
         self.geometry = KvGeometry(
             model="paper",
-            version="1",
+            version=version,
             dtype="int64",
             block_size=block_size,
             num_layers=1,

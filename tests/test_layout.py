@@ -37,6 +37,7 @@ COMPOSITION = {
     "client/capacity.py",
     "client/cli.py",
     "client/demo.py",
+    "client/doctor.py",
     "client/live.py",
     "router/__main__.py",
 }

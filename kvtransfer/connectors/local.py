@@ -70,6 +70,9 @@ class LocalConnector:
     def poll(self) -> list[PullEvent]:
         return self._outcomes.drain()
 
+    def transport(self, peer: str) -> str:
+        return "local, a copy"
+
     def forget(self, peer: str) -> None:
         """Pulls of the peer that wait fail now; one that is being copied ends as it would."""
         with self._wake:

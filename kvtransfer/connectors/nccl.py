@@ -102,6 +102,11 @@ class NcclConnector:
             peer.give_up_if_gone(now)
         return self._outcomes.drain()
 
+    def transport(self, peer: str) -> str:
+        with self._lock:
+            known = self._peers.get(peer)
+        return f"nccl, {known.lane}" if known is not None and known.lane else ""
+
     def forget(self, peer: str) -> None:
         with self._lock:
             if known := self._peers.pop(peer, None):
@@ -205,6 +210,7 @@ class _Peer:
         self, place: PoolAddress, first: _Read, pool: KvPool, outcomes: Outcomes, settings: TransferSettings
     ) -> None:
         self.address = first.pull.address
+        self.lane = ""  # its kind, once that is agreed
         self._name = first.pull.peer
         self._place = place
         self._host, self._port = _decode_metadata(place.metadata)
@@ -307,6 +313,7 @@ class _Peer:
             raise ConnectorError(f"refused: {answer.reason}")
         if not isinstance(answer, Welcome):
             raise ChannelLost(f"{answer} to Hello")
+        self.lane = answer.lane
         self._progressed(opening_s(answer.lane, limit_s), opening=True)
         lane = open_lane(answer.lane, channel, READER, self._pool, limit_s, self._settings.network_device)
         try:

@@ -71,10 +71,10 @@ class NixlConnector:
         self._commands: queue.SimpleQueue[Pull | _Attach | _Forget | _Close] = queue.SimpleQueue()
         self._pool: KvPool | None = None
         self._closed = False
-        started: Future[None] = Future()
+        started: Future[str] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="kv-nixl", daemon=True)
         self._thread.start()
-        started.result(_START_WAIT_S)
+        self._means = started.result(_START_WAIT_S)
 
     @property
     def name(self) -> str:
@@ -108,6 +108,9 @@ class NixlConnector:
             raise ConnectorError(f"the IO thread has ended with {self._outcomes.num_open} pulls open")
         return events
 
+    def transport(self, peer: str) -> str:
+        return f"nixl, {self._means}"
+
     def forget(self, peer: str) -> None:
         self._commands.put(_Forget(peer))
 
@@ -120,13 +123,13 @@ class NixlConnector:
             self._commands.put(_Close())
         self._thread.join(2 * _CLOSE_WAIT_S)
 
-    def _run(self, started: Future[None]) -> None:
+    def _run(self, started: Future[str]) -> None:
         try:
             agent = NixlAgent(f"kv-{uuid.uuid4().hex}", self._settings)
         except ConnectorError as error:
             started.set_exception(error)
             return
-        started.set_result(None)
+        started.set_result(agent.means)
         reads = _Reads(agent, self._outcomes, self._settings.peer_timeout_s)
         wait_s = 0.0
         while True:

@@ -137,7 +137,7 @@ def test_each_rank_keeps_its_share_of_the_kv_heads(tiny_model_dir: TinyModelDir,
     assert part.kv.shape[2] * 2 == whole.kv.shape[2]
     assert part.description == whole.description
     assert part.geometry == replace(whole.geometry, tp_size=2)
-    assert part.geometry.difference(whole.geometry) == ""
+    assert part.geometry.differs_in(whole.geometry) == ""
 
 
 # --- what each rank gets

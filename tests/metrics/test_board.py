@@ -148,6 +148,7 @@ BREACHES: dict[str, list[tuple[str, dict[str, str], list[float]]]] = {
     ],
     "BatonLeasesExpiring": [("vllm:nixl_num_kv_expired_reqs_total", ON_WORKER, [0, 0, 1])],
     "BatonTransfersFailing": [("vllm:nixl_num_failed_transfers_total", ON_WORKER, [0, 2, 5])],
+    "BatonLaneSlow": [("baton_lane_slow", {**ON_WORKER, "source": "prefill-0", "transport": "t"}, [0, 1])],
 }
 WELL = {"BatonQuarantinedBlocksStuck": [("baton_blocks", {**ON_WORKER, "state": "quarantined"}, [7, 0, 7])]}
 

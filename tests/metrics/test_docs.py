@@ -10,13 +10,17 @@ from metrics.scraping import Page, Run
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 ROW = re.compile(r"^\| `([\w:]+)` \| (counter|gauge|histogram) \| ([`\w ]*) \| (.+) \|$", re.MULTILINE)
-SECTIONS = {"router": "The router's", "decode-0": "Each worker's", "prefill-0": "Each worker's"}
+SECTIONS = {
+    "router": ["The router's"],
+    "decode-0": ["Each worker's", "A decode worker's"],
+    "prefill-0": ["Each worker's"],
+}
 
 
-def documented(section: str) -> dict[str, tuple]:
-    """Name -> type, labels and meaning, of one section and of the one that is for all."""
+def documented(names: list[str]) -> dict[str, tuple]:
+    """Name -> type, labels and meaning, of some sections and of the one that is for all."""
     sections = dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n?)*)", DOCS.read_text(encoding="utf-8"), re.MULTILINE))
-    rows = ROW.findall(sections[section] + sections["Both"])
+    rows = ROW.findall("".join(sections[name] for name in [*names, "Both"]))
     return {name: (kind, frozenset(re.findall(r"\w+", labels)), meaning) for name, kind, labels, meaning in rows}
 
 

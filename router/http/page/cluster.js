@@ -178,6 +178,16 @@ function drawWorkers(pools) {
           fillRow(row, [worker], worker.worker_id, changed + worker.incarnation.slice(0, 8), worker.state, worker.state);
         }, 1);
     }, 1);
+  write(byId("workers-note"), pools.flatMap((pool) => pool.workers).flatMap(laneFaults).join(" · "));
+}
+
+/** What is wrong with the ways by which KV comes to a worker. */
+function laneFaults(worker) {
+  const wrong = (worker.lanes ?? []).filter((lane) => lane.is_slow || lane.reason);
+  return wrong.map((lane) => {
+    const speed = `${lane.gb_per_s.toPrecision(2)} GB/s, ${lane.expected_gb_per_s} expected`;
+    return `KV ${lane.source} → ${worker.worker_id} ${lane.state}: ${lane.reason || speed}`;
+  });
 }
 
 // --- last requests ------------------------------------------------------------------------------------------------
