@@ -47,7 +47,7 @@ TOOLS = {  # by the package that has it
     "cc": "gcc",
 }
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-BOOT_S = 20.0
+BOOT_S = 60.0
 COMMAND_S = 120.0
 LOGINS = ("root", "sshd")
 CLONE_NEWNET = 0x40000000
