@@ -47,8 +47,9 @@ TOOLS = {  # by the package that has it
     "cc": "gcc",
 }
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-BOOT_S = 20.0
+BOOT_S = 60.0
 COMMAND_S = 120.0
+OUTPUT_SHOWN = 4000
 LOGINS = ("root", "sshd")
 CLONE_NEWNET = 0x40000000
 
@@ -221,21 +222,20 @@ class Bed:
     ) -> subprocess.CompletedProcess[str]:
         """A command on a host; raises BedError with its output if it fails or takes too long."""
         command = [*self._inside(name), *words]
-        try:
-            done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=timeout_s,
-            )
-        except subprocess.TimeoutExpired as error:
-            said = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout
-            raise BedError(f"{name}: {' '.join(words)} took more than {timeout_s:.0f} s: {said}") from None
-        if check and done.returncode:
-            raise BedError(f"{name}: {' '.join(words)} ended with {done.returncode}: {done.stdout}")
-        return done
+        # No pipe: ssh leaves a process behind for the next connection, which would keep it open.
+        with tempfile.TemporaryFile("w+", dir=self._root, errors="replace") as said:
+            try:
+                done = subprocess.run(
+                    command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, timeout=timeout_s
+                )
+                trouble = f"ended with {done.returncode}" if done.returncode else ""
+            except subprocess.TimeoutExpired:
+                check, trouble = True, f"took more than {timeout_s:.0f} s"
+            said.seek(0)
+            output = said.read()
+        if check and trouble:
+            raise BedError(f"{name}: {' '.join(words)} {trouble}: {output[-OUTPUT_SHOWN:]}")
+        return subprocess.CompletedProcess(command, done.returncode, output)
 
     def _inside(self, name: str) -> list[str]:
         host = self._hosts[name]

@@ -31,7 +31,7 @@ LAUNCHER = "ctl"
 CLIENT = "client"
 HEAD = "h0"
 PORT = 50051
-UP_S, DOWN_S, READY_S = 240.0, 180.0, 300.0
+UP_S, DOWN_S, READY_S = 600.0, 300.0, 600.0
 
 
 @dataclass(frozen=True, slots=True)
