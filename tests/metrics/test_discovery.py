@@ -91,7 +91,7 @@ async def test_a_reader_never_meets_half_a_file(tmp_path) -> None:
 
 
 async def _rewrite(keeper: TargetsFile, many: list[Target]) -> None:
-    for _ in range(50):
+    for _ in range(20):
         await keeper._write(many)
         await keeper._write(many[:1])
 
