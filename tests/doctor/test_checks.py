@@ -84,6 +84,15 @@ def test_a_clock_is_not_blamed_for_what_the_round_trip_may_be() -> None:
     assert found(examination) == [("clock", "prefill-0")]
 
 
+def test_a_clock_may_be_off_either_way() -> None:
+    examination = sound()
+    examination.workers[0].clock_ahead_s, examination.workers[1].clock_ahead_s = 90.0, -90.0
+    assert [finding.problem.split(" that")[0] for finding in check(examination)] == [
+        "its clock is 90.0 s ahead of",
+        "its clock is 90.0 s behind",
+    ]
+
+
 def spoil_memory(examination: cluster.ClusterExamination) -> None:
     for each in examination.workers:
         each.examination.worker.num_blocks, each.examination.worker.block_size = 1 << 20, 16

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 import yaml
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
@@ -83,12 +82,6 @@ async def test_colocated_workers_have_no_lanes_and_no_finding(paper_dir):
         assert (await examined(small)).findings == []
 
 
-async def test_workers_in_processes_of_their_own_are_sound_too(paper_dir):
-    async with serving(paper_dir, prefill=1, decode=1) as small:
-        await add_far(small, Role.PREFILL, "prefill-1")
-        assert (await examined(small)).findings == []
-
-
 def test_a_sound_file_has_no_fault_and_the_machine_was_looked_at(tmp_path, tiny_model_dir):
     diagnosis = before_a_start(cluster_file(tmp_path, model=str(tiny_model_dir())))
     assert faults(diagnosis) == []
@@ -141,15 +134,12 @@ def test_a_full_shared_memory_is_named_with_what_is_free_and_what_is_needed(tmp_
     assert "/dev/shm has 4.0 MiB free of 64.0 MiB, a start needs 144.0 MiB" in finding["problem"]
 
 
-@pytest.mark.parametrize(("ahead_s", "side"), [(7.0, "ahead of"), (-90.0, "behind")])
-async def test_a_clock_that_is_off_is_named_with_how_much(paper_dir, ahead_s, side):
+async def test_a_clock_that_is_off_is_named_with_how_much(paper_dir):
     async with serving(paper_dir) as small:
-        await add_far(small, Role.PREFILL, "prefill-1", clock_ahead_s=ahead_s)
+        await add_far(small, Role.PREFILL, "prefill-1", clock_ahead_s=7.0)
         finding = only(await examined(small))
         assert (finding.check, finding.subject) == ("clock", "prefill-1")
-        assert (
-            f"its clock is {abs(ahead_s):.1f} s {side} that of the router, at most 1.0 s is allowed" in finding.problem
-        )
+        assert "its clock is 7.0 s ahead of that of the router, at most 1.0 s is allowed" in finding.problem
 
 
 def test_a_slow_link_is_named_with_its_rate_and_the_expected_one(paper_dir):

@@ -241,7 +241,7 @@ async def lost(seat: Seat, description) -> str:
     geometry = seat.runner.geometry
     link = PeerLink(
         HandoffSource(description.worker_id, description.incarnation, description.address, "x"),
-        wire.WatcherHello(worker_id="watcher", incarnation="w", geometry=geometry.to_wire()),
+        wire.WatcherHello(worker_id="watcher", incarnation="w", geometry=geometry.to_wire(), connector="local"),
         geometry,
         TransferSettings(),
         Listener(),
