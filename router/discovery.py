@@ -52,8 +52,9 @@ def reachable(address: str) -> str:
 class TargetsFile:
     """Keeps the file as the targets are. Belongs to one event loop."""
 
-    def __init__(self, file: Path, targets: Callable[[], Sequence[Target]]) -> None:
+    def __init__(self, file: Path, targets: Callable[[], Sequence[Target]], by_tls: bool = False) -> None:
         self._file = file
+        self._by_tls = by_tls
         self._targets = targets
         self._written: Sequence[Target] | None = None
         self._failing = False
@@ -81,7 +82,7 @@ class TargetsFile:
 
     async def _write(self, targets: Sequence[Target]) -> None:
         """A failure is told once and tried again: a disk may be full for a while."""
-        text = json.dumps([group(target) for target in targets], indent=1) + "\n"
+        text = json.dumps([group(target, self._by_tls) for target in targets], indent=1) + "\n"
         try:
             await asyncio.to_thread(_replace, self._file, text)
         except OSError as error:

@@ -111,7 +111,7 @@ class RouterServer:
         file = self._router.config.observability.targets_file
         if file and self._router.replicas.is_keeper:
             targets = partial(self._metrics.targets, reachable(http_addresses[-1]))
-            self._targets_file = TargetsFile(Path(file), targets)
+            self._targets_file = TargetsFile(Path(file), targets, self._front.context() is not None)
             self._targets_file.open()
         return Addresses(grpc_addresses[0], http_addresses[0], grpc_addresses[-1], http_addresses[-1])
 
