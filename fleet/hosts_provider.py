@@ -85,7 +85,7 @@ def address_of(node_id: str) -> str:
     return LAUNCH.sub("", node_id)
 
 
-class HostsProvider(NodeProvider):  # Ray has no types
+class HostsProvider(NodeProvider):
     """See the file's docstring. Ray makes one in several processes of a machine and calls it from several threads."""
 
     def __init__(self, provider_config: dict[str, Any], cluster_name: str) -> None:

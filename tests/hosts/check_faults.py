@@ -25,10 +25,10 @@ from hosts.table import Table
 from baton.client.errors import BatonError
 from baton.proto import cluster_pb2 as cluster
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 MOMENT_S = 120.0
-NOTICED_S, WHOLE_S, REST_S = 60.0, 300.0, 60.0
+NOTICED_S, WHOLE_S, REST_S = 60.0, 600.0, 60.0
 FROZEN_S = 30.0
 LOOK_EVERY_S = 0.05
 
@@ -149,10 +149,6 @@ def disturb(hosts: RayHosts, undisturbed, table: Table) -> Callable[..., None]:
     return run
 
 
-def prompts_are_read(streams: list[Stream]) -> bool:
-    return sum(bool(stream.tokens) for stream in streams) >= 2
-
-
 def some_have(num_tokens: int) -> Moment:
     return lambda streams: sum(len(stream.tokens) >= num_tokens for stream in streams) >= 3
 
@@ -161,10 +157,16 @@ class Victim:
     """A worker, chosen before the streams begin, as they may be short; whether the router takes it for what it was."""
 
     def __init__(self, hosts: RayHosts, role: str) -> None:
+        self._hosts = hosts
         chosen = next(w for w in workers(hosts.await_ready(WHOLE_S)) if w.role == role)
         self._incarnation = chosen.incarnation
         self.host = hosts.bed.name_of(chosen.address)
         self.pid = hosts.bed.outer_pid(self.host, chosen.pid)
+
+    def busy(self, streams: list[Stream]) -> bool:
+        """Whether it is in the middle of work; streams may be faster than the status, so some have to be open."""
+        running = {w.incarnation for w in workers(self._hosts.status()) if w.load.running}
+        return self._incarnation in running and any(stream.tokens for stream in streams)
 
     def lost(self, status: cluster.ClusterStatus | None) -> bool:
         return status is not None and not any(
@@ -172,20 +174,20 @@ class Victim:
         )
 
 
-@pytest.mark.parametrize(("role", "moment"), [("prefill", prompts_are_read), ("decode", some_have(5))])
-def test_a_host_is_cut_off(hosts: RayHosts, disturb, role: str, moment: Moment) -> None:
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_host_is_cut_off(hosts: RayHosts, disturb, role: str) -> None:
     chosen = Victim(hosts, role)
     disturb(
         f"a {role} host is cut off",
-        moment,
+        chosen.busy,
         chosen.lost,
         lambda: hosts.bed.cut(chosen.host),
         lambda: hosts.bed.heal(chosen.host),
     )
 
 
-@pytest.mark.parametrize(("role", "moment"), [("prefill", prompts_are_read), ("decode", some_have(5))])
-def test_a_worker_hangs_and_comes_back_after_30_s(hosts: RayHosts, disturb, role: str, moment: Moment) -> None:
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_hangs_and_comes_back_after_30_s(hosts: RayHosts, disturb, role: str) -> None:
     chosen = Victim(hosts, role)
 
     def thaw() -> None:
@@ -195,7 +197,7 @@ def test_a_worker_hangs_and_comes_back_after_30_s(hosts: RayHosts, disturb, role
 
     disturb(
         f"a {role} worker hangs",
-        moment,
+        chosen.busy,
         chosen.lost,
         lambda: os.kill(chosen.pid, signal.SIGSTOP),
         thaw,
@@ -207,7 +209,7 @@ def test_a_raylet_is_killed(hosts: RayHosts, disturb) -> None:
     chosen = Victim(hosts, "decode")
     raylet = hosts.raylet(chosen.host)
     assert raylet is not None
-    disturb("a raylet is killed", some_have(5), chosen.lost, lambda: os.kill(raylet, signal.SIGKILL))
+    disturb("a raylet is killed", chosen.busy, chosen.lost, lambda: os.kill(raylet, signal.SIGKILL))
 
 
 class Router:
