@@ -28,6 +28,7 @@ from baton.router.config import RouterSettings
 from baton.router.http import server as http_server
 
 PROMPT = [index % 251 for index in range(40)]
+METHODS = ("/baton.v1.Inference/Generate", "/baton.v1.Inference/GetModel", "/grpc.health.v1.Health/Check")
 HEADERS, RST_STREAM, END_STREAM = 1, 3, 1
 KEY, OTHER = "sk-0123456789abcdef", "a-second-key-of-somebody"
 
@@ -167,10 +168,16 @@ async def test_headers_that_are_too_large_are_refused_by_both_faces(paper_dir) -
 async def test_a_call_without_a_request_ends_by_itself(paper_dir, monkeypatch) -> None:
     monkeypatch.setattr(guard, "REQUEST_S", 0.1)
     async with serving(paper_dir) as small:
-        for method in ("/baton.v1.Inference/Generate", "/baton.v1.Inference/GetModel", "/grpc.health.v1.Health/Check"):
+        for method in METHODS:
             error = await failure(small.channel.stream_stream(method)(timeout=20.0).read())
             assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert error.details() == "no request came within 0.1 s of the call"
+        await small.at_rest()
+
+
+async def test_a_call_that_ends_without_a_request_is_told_so(paper_dir) -> None:
+    async with serving(paper_dir) as small:
+        for method in METHODS:
             call = small.channel.stream_stream(method)(timeout=20.0)
             await call.done_writing()
             error = await failure(call.read())
@@ -181,7 +188,7 @@ async def test_a_call_without_a_request_ends_by_itself(paper_dir, monkeypatch) -
 
 async def test_bytes_that_are_no_message_are_refused_without_a_word_in_the_log(paper_dir, caplog) -> None:
     async with serving(paper_dir) as small:
-        for method in ("/baton.v1.Inference/Generate", "/baton.v1.Inference/GetModel", "/grpc.health.v1.Health/Check"):
+        for method in METHODS:
             call = small.channel.stream_stream(method)(timeout=20.0)
             await call.write(b"\xff\xff\xff")
             error = await failure(call.read())
@@ -236,7 +243,6 @@ async def test_half_open_streams_by_the_thousand_leave_memory_flat_and_tokens_co
                     assert got.tokens == paper_output(PROMPT, 5)
             assert sum(await attack) == 2_000
             grown.append(most)
-            print(grown)
         assert grown[0] < 50 << 20
         assert grown[1] < 20 << 20, "what the first wave took was not given back"
         await until(lambda: len(asyncio.all_tasks()) <= num_tasks + 2, timeout_s=20.0, what="the end of their tasks")
