@@ -113,7 +113,7 @@ class _Local:
         # A worker that changes its role keeps the scheduler's settings with which it was started.
         kept = (setup.router, schedulers) if len(schedulers) == 1 else setup
         if kept == self._kept:
-            return self._target, tuple(asyncio.run(_reshaped(self._target, None, setup)))
+            return self._target, tuple(asyncio.run(_reshaped(self._target, None, None, setup)))
         self._running.close()
         self._kept = None
         self._target = self._running.enter_context(calibrate.running(_configured(self._config, setup)))

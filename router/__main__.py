@@ -219,7 +219,7 @@ def with_absolute_paths(config: ClusterConfig) -> ClusterConfig:
     keys, steps, security = config.router.api_keys_file, config.observability.step_log, config.security
     if keys:
         config = replace(config, router=replace(config.router, api_keys_file=_absolute(keys)))
-    tls, cluster_tls = (_with_absolute_files(section) for section in (security.tls, security.cluster_tls))
+    tls, cluster_tls = _with_absolute_files(security.tls), _with_absolute_files(security.cluster_tls)
     config = replace(config, security=replace(security, tls=tls, cluster_tls=cluster_tls))
     if steps:
         config = replace(config, observability=replace(config.observability, step_log=str(Path(steps).resolve())))
