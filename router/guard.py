@@ -137,7 +137,7 @@ async def _request(handler: Any, context: Context, excess: Excess | None) -> Any
     except TimeoutError:
         message = f"no request came within {REQUEST_S:g} s of the call"
         await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, message)
-    if data is grpc.aio.EOF:  # type: ignore[attr-defined]
+    if not isinstance(data, bytes):
         await refuse(context, grpc.StatusCode.INTERNAL, "the call ended without a request")
     try:
         return handler.request_deserializer(data)

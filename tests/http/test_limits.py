@@ -13,6 +13,7 @@ from small_cluster import SmallCluster
 from web import client_of
 
 from baton.proto.settings import SchedulerSettings
+from baton.router import allowance
 from baton.router.allowance import RateLimit
 from baton.router.config import RouterSettings
 from baton.router.http import limits
@@ -112,7 +113,7 @@ def test_nobody_gets_more_than_the_rate_and_whoever_waits_as_told_gets_in(per_s,
 
 
 def test_the_table_of_clients_is_bounded(monkeypatch) -> None:
-    monkeypatch.setattr(limits, "MAX_CLIENTS", 10)
+    monkeypatch.setattr(allowance, "MAX_CLIENTS", 10)
     limit = RateLimit(1.0)
     for number in range(1000):
         assert limit.wait_s(str(number), 0.0) == 0.0
