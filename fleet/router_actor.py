@@ -103,7 +103,7 @@ class RouterHost:
             self._peers = peers
             loopback = host in ("127.0.0.1", "::1")
             replicas.peer_address = await peers.open(host if loopback else ray.util.get_node_ip_address())
-            self._peer_address.setresult(replicas.peer_address)
+            self._peer_address.set_result(replicas.peer_address)
         return addresses
 
     def node_id(self) -> str:
