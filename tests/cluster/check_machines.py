@@ -3,7 +3,7 @@
 The nodes are Ray's own processes on this machine. One cluster serves the tests of this file in their order: each leaves
 it as it found it, with one prefill and two decode workers.
 
-Not a part of `make test`, to be run by name: `baton serve` does not come up yet in a Ray of nodes with loopback addresses.
+Not a part of `make test`, to be run by name: `baton serve` does not come up yet where nodes have loopback addresses.
 """
 
 from __future__ import annotations
