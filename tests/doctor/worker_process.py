@@ -55,6 +55,10 @@ class FarSeat:
         return WorkerState.LOST if self.link.lost.done() else WorkerState.READY
 
     @property
+    def note(self) -> str:
+        return ""
+
+    @property
     def worker(self) -> FarSeat:
         return self
 

@@ -58,7 +58,8 @@ def test_a_hub_id_is_looked_up_in_the_hub_cache(
 ) -> None:
     class Hub:
         @staticmethod
-        def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+        def snapshot_download(name: str, allow_patterns: list[str], local_files_only: bool) -> str:
+            assert not local_files_only
             if name != "org/known":
                 raise OSError("offline")
             return str(tiny_model_dir("llama"))

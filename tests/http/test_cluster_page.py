@@ -340,3 +340,6 @@ def _forget_moving_figures(picture: dict) -> None:
         for worker in pool["workers"]:
             for name in ("load", "load_age_s", "rss_bytes", "pace"):
                 del worker[name]
+            for lane in worker["lanes"]:
+                for name in ("gb_per_s", "measured_bytes", "round_trip_s", "age_s"):
+                    del lane[name]
