@@ -36,9 +36,20 @@ def examined(cluster) -> doctor.Diagnosis:
     return doctor.diagnose(None, cluster.address, None, 15.0)
 
 
+def measured(cluster):
+    """The decode workers, when the status says how fast each of their lanes is."""
+    deadline = time.monotonic() + 30
+    while True:
+        readers = [worker for worker in cluster.workers() if worker.role == "decode"]
+        if all(lane.gb_per_s > 0 for reader in readers for lane in reader.lanes):
+            return readers
+        assert time.monotonic() < deadline, readers
+        time.sleep(0.1)
+
+
 def test_a_cluster_of_processes_has_no_fault_and_every_lane_is_measured(running):
     assert [finding for finding in examined(running).findings if finding.is_fault] == []
-    readers = [worker for worker in running.workers() if worker.role == "decode"]
+    readers = measured(running)
     assert len(readers) == 2
     for reader in readers:
         [lane] = reader.lanes
