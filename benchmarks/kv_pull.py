@@ -31,6 +31,7 @@ import numpy as np
 import torch
 import torch.distributed
 
+from baton.kernels.cpu.pages import large_pages
 from baton.kvtransfer.address import PoolAddress
 from baton.kvtransfer.connector import Connector, KvPool, Pull, PullState, open_connector
 from baton.kvtransfer.layout import coalesce, copy_runs
@@ -183,10 +184,10 @@ def block_bytes() -> int:
 
 
 def _memory(num_blocks: int, device: str) -> torch.Tensor:
-    """Zeros as workers have them: on a CPU by numpy, which asks the system for large pages."""
+    """Zeros as workers have them: on a CPU in large pages."""
     if device != "cpu":
         return torch.zeros((num_blocks, *BLOCK_SHAPE), dtype=torch.bfloat16, device=device)
-    return torch.from_numpy(np.zeros(num_blocks * block_bytes(), np.uint8)).view(torch.bfloat16).view(-1, *BLOCK_SHAPE)
+    return large_pages(num_blocks * block_bytes()).view(torch.bfloat16).view(-1, *BLOCK_SHAPE)
 
 
 def lend(answer: Connection, settings: TransferSettings, num_blocks: int, device: str) -> None:

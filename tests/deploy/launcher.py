@@ -118,6 +118,7 @@ def _ray_takes_it(data: Config) -> Iterator[str]:
         yield f"Ray: {said.getvalue().strip()}"
     except jsonschema.ValidationError as error:
         yield f"Ray: {error.message}"
+    # What Ray raises for a file that it cannot take, NotImplementedError for a provider that it does not know.
     except (ClickException, ValueError, KeyError, TypeError, NotImplementedError) as error:
         yield f"Ray: {error}"
 
