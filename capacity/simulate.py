@@ -16,9 +16,10 @@ token is with the client; `cost.routing` tells how long the ways take.
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from functools import lru_cache, partial
 from random import Random
 
@@ -53,6 +54,8 @@ _ENDS = {
     Trouble.DEADLINE: End.DEADLINE,
 }
 
+_OBJECTS_BETWEEN_COLLECTIONS = 100_000
+
 
 class SetupError(ValueError):
     """A cluster, an arrival or an event that cannot be; the message names the field, its value and its bound."""
@@ -73,8 +76,21 @@ def simulate(
     event after the last request's end does not happen. Raises SetupError.
     """
     _check(setup)
-    cluster = _Cluster(setup, cost, seed, listener)
-    return _Run(cluster, iter(arrivals), events, sink).run()
+    with _rare_collections():
+        cluster = _Cluster(setup, cost, seed, listener)
+        return _Run(cluster, iter(arrivals), events, sink).run()
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Looks for garbage in cycles once in so many new objects. A request that ends leaves none behind, and each look
+    walks all that the pools and the prefix index hold."""
+    before = gc.get_threshold()
+    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def pool_names(setup: ClusterSetup) -> list[str]:
