@@ -11,7 +11,6 @@ with its next token.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection
 
 from baton.capacity.outcome import Histogram
 from baton.scheduler.sequence import Sequence
@@ -65,16 +64,9 @@ class TokenGaps:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._strides
 
-    @property
-    def num_in_stride(self) -> int:
-        return len(self._strides)
-
-    @property
-    def members(self) -> Collection[Sequence]:
-        return self._strides.keys()
-
-    def step(self, now: float, num_tokens: int) -> None:
-        """All in stride have a token, which are `num_tokens` sequences. First `leave` those who have none."""
+    def step(self, now: float) -> None:
+        """All in stride have a token. First `leave` those who have none."""
+        num_tokens = len(self._strides)
         gap_s, self._last_s = now - self._last_s, now
         self._step += 1
         if not num_tokens:

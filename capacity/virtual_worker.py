@@ -9,14 +9,15 @@ Refuses to know: what is decided (the scheduler's and the router's business) and
           +--> commands -> plan -> revoke, reserve ......................... commit -> report --+
           +------------------------------ (idle: wait for a command) <--------------------------+
 
-Tokens come one by one, and nobody looks at them as long as all who had one have one again. The router hears of a leg's
-first and, when it ends in whatever way, of the others in one batch: nothing between is decided by a token.
+Tokens come one by one, and nobody looks at them while nothing else happens to a sequence (`scheduler.stride`), unless
+there is a listener, who sees every chunk. The router hears of a leg's first and, when it ends in whatever way, of the
+others in one batch: nothing between is decided by a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
@@ -143,11 +144,12 @@ class VirtualLink:
 
 
 class _LegRecord:
-    """What one leg has to report when it ends. `num_told`: output tokens that the router knows of."""
+    """What one leg has to report when it ends. `num_told`: output tokens that the router knows of. `reader`: None once
+    nobody reads them."""
 
     __slots__ = ("first_token_s", "handoff_transfer_s", "handoff_wait_s", "num_told", "reader", "sequence")
 
-    def __init__(self, sequence: Sequence, reader: Reader) -> None:
+    def __init__(self, sequence: Sequence, reader: Reader | None) -> None:
         self.sequence = sequence
         self.reader = reader
         self.first_token_s: float | None = None
@@ -183,6 +185,8 @@ class VirtualWorker:
         self.loop = loop
         self.description = description
         self.link = VirtualLink(description, self, cost.routing.routing_s)
+        if listener is None:
+            config = replace(config, foretold_token=OUTPUT_TOKEN)
         self.scheduler = Scheduler(config, extend_names)
         self._cost = cost
         self._scatters = bool(cost.jitter.decode or cost.jitter.prefill)
@@ -207,7 +211,6 @@ class VirtualWorker:
         self._legs: dict[str, _LegRecord] = {}
         self._inbox: list[Callable[[], None]] = []
         self._busy = False
-        self._last_sequences: list[Sequence] = []
         self._turn_is_due = False
         self._gone = False
         self._batches: list[TokenBatch] = []
@@ -237,10 +240,11 @@ class VirtualWorker:
     def stop_counting(self, sequence_id: str) -> None:
         """Its reader is gone: what it has got by now is all that it gets."""
         record = self._legs.get(sequence_id)
-        if record is not None:
+        if record is not None and record.reader is not None:
+            self.scheduler.write_up(record.sequence)
             self._gaps.leave(record.sequence)
             record.reader.num_unsent = record.sequence.num_output_tokens - record.num_told
-            record.reader = Reader()
+            record.reader = None
 
     def close(self) -> list[TokenBatch]:
         """Ends at once, a step in progress included; returns what it had said by then and the router has not heard."""
@@ -248,6 +252,7 @@ class VirtualWorker:
             return []
         batches = self._batches
         for record in self._legs.values():
+            self.scheduler.write_up(record.sequence)
             self._gaps.leave(record.sequence)
             batches.extend(self._rest_of(record))
         self._gone = True
@@ -308,6 +313,8 @@ class VirtualWorker:
             return
         while True:
             step = self.scheduler.plan(now)
+            for sequence in step.skipped:
+                self._gaps.leave(sequence)
             for sequence in step.preempted:
                 self._gaps.leave(sequence)
                 if self._lender is not None:
@@ -315,13 +322,13 @@ class VirtualWorker:
             if self._receiver is not None:
                 for sequence in step.reserved:
                     self._receiver.reserved(sequence)
-            nothing = not (step.chunks or step.preempted or step.reserved)
+            nothing = not (step.num_tokens or step.preempted or step.reserved)
             if self._listener is not None and not nothing:
                 self._listener(self.description.worker_id, step, now)
-            if step.chunks or nothing:
+            if step.num_tokens or nothing:
                 break
         self._account()
-        if not step.chunks:
+        if not step.num_tokens:
             self._idle(now)
             return
         work = step.work()
@@ -336,18 +343,11 @@ class VirtualWorker:
     def _end_step(self, step: Step) -> None:
         if self._gone:
             return
-        now, number = self.loop.time(), len(step.chunks)
-        num_finished = self.scheduler.counters.requests_finished
-        events = self.scheduler.commit(step, StepResult([OUTPUT_TOKEN] * number, _NO_LOGPROBS, _NOBODY_REFUSED), now)
+        now, result = self.loop.time(), StepResult([OUTPUT_TOKEN] * len(step.chunks), _NO_LOGPROBS, _NOBODY_REFUSED)
+        events = self.scheduler.commit(step, result, now)
         self._busy = False
         self._news = True
-        sequences = [chunk[0] for chunk in step.chunks]
-        all_go_on = sequences == self._last_sequences and num_finished == self.scheduler.counters.requests_finished
-        if all_go_on and step.num_tokens == number == self._gaps.num_in_stride:
-            self._gaps.step(now, number)
-        else:
-            self._hear(events, now)
-            self._last_sequences = sequences
+        self._hear(events, now)
         self._flush(now)
         if self._inbox:
             commands, self._inbox = self._inbox, []
@@ -356,7 +356,7 @@ class VirtualWorker:
         self._turn()
 
     def _hear(self, events: list[Emitted | Progressed], now: float) -> None:
-        """Takes in the events of a step in which somebody begins, ends or falls out."""
+        """All who had a token at the last step have one again, but for those who have left meanwhile."""
         gaps = self._gaps
         in_stride: list[Emitted] = []
         others: list[Emitted] = []
@@ -365,11 +365,7 @@ class VirtualWorker:
                 (in_stride if event.sequence in gaps else others).append(event)
             elif self._lender is not None and event.sequence.state is State.RUNNING:
                 self._lender.progressed(event.sequence, event.num_tokens)
-        if len(in_stride) < gaps.num_in_stride:
-            speaking = {event.sequence for event in in_stride}
-            for sequence in [each for each in gaps.members if each not in speaking]:
-                gaps.leave(sequence)
-        gaps.step(now, len(in_stride))
+        gaps.step(now)
         for event in in_stride:
             if event.finish is not None:
                 self._finished(event.sequence, event.finish, now)
@@ -379,7 +375,8 @@ class VirtualWorker:
     def _spoke(self, sequence: Sequence, finish: FinishReason | None, now: float) -> None:
         """A leg's first token, or its first after a pause."""
         record = self._legs[sequence.sequence_id]
-        self._gaps.enter(sequence, record.reader)
+        if record.reader is not None:
+            self._gaps.enter(sequence, record.reader)
         if finish is not None:
             if record.first_token_s is None:
                 record.first_token_s = now
@@ -433,11 +430,10 @@ class VirtualWorker:
         if isinstance(outcome, Refusal):
             self._failures.append(LegFailure(request.sequence_id, outcome.kind, outcome.message))
             return
+        # Without a reader its request is over; the abort is on its way.
         reader = self._readers.get(request.sequence_id.partition(".")[0])
-        if reader is None:
-            # Its request is over; the abort is on its way.
-            reader = Reader()
-        reader.num_unsent = 0
+        if reader is not None:
+            reader.num_unsent = 0
         self._legs[request.sequence_id] = _LegRecord(outcome, reader)
         if self._lender is not None:
             self._lender.accepted(outcome)

@@ -48,6 +48,9 @@ class Step:
 
     `preempted` lost their blocks in this plan: whoever lent them must revoke the lease before the step runs.
     `reserved` are decode-side sequences that now hold blocks for a hand-off and may start to pull.
+    `skipped` run and get nothing in this step, for want of budget or blocks.
+    `num_in_stride` further sequences get one token each and are not among the chunks (`scheduler.stride`, simulations
+    only); `stride_context_tokens` is the context of those, their own tokens included.
     """
 
     number: int
@@ -55,11 +58,16 @@ class Step:
     num_tokens: int
     preempted: list[Sequence] = field(default_factory=list)
     reserved: list[Sequence] = field(default_factory=list)
+    skipped: list[Sequence] = field(default_factory=list)
+    num_in_stride: int = 0
+    stride_context_tokens: int = 0
 
     def work(self) -> StepWork:
-        if self.num_tokens == len(self.chunks):
-            return StepWork(0, 0, self.num_tokens, self.num_tokens + sum([chunk[1] for chunk in self.chunks]))
-        pairs = decode_sequences = kv_tokens = 0
+        decode_sequences, kv_tokens = self.num_in_stride, self.stride_context_tokens
+        if self.num_tokens == len(self.chunks) + decode_sequences:
+            kv_tokens += len(self.chunks) + sum([chunk[1] for chunk in self.chunks])
+            return StepWork(0, 0, self.num_tokens, kv_tokens)
+        pairs = 0
         for _, start, num_tokens, _ in self.chunks:
             if num_tokens == 1:
                 decode_sequences += 1

@@ -33,6 +33,7 @@ from baton.scheduler.load import SchedulerCounters, SchedulerLoad
 from baton.scheduler.plan import Chunk, Emitted, Progressed, Step, StepResult
 from baton.scheduler.queue import SequenceQueue
 from baton.scheduler.sequence import Sequence, State
+from baton.scheduler.stride import Stride
 
 __all__ = ["Refusal", "Scheduler", "SchedulerConfig", "SchedulerCounters", "SchedulerLoad"]
 
@@ -53,6 +54,8 @@ class SchedulerConfig:
     """The limits of one worker. `settings.policy` is the name of a module in `baton.scheduler.policies`.
 
     `plans_ahead`: a step is planned while another runs, whose sampled tokens it may compute before anybody knows them.
+    `foretold_token`: every sequence samples this one, as in a simulation. Each step is then committed, and commands
+    come, before the next is planned, and its chunks are of those only to whom more happens than one further token.
     """
 
     role: Role
@@ -61,6 +64,7 @@ class SchedulerConfig:
     block_size: int = 16
     settings: SchedulerSettings = field(default_factory=SchedulerSettings)
     plans_ahead: bool = False
+    foretold_token: int | None = None
 
 
 ExtendNames = Callable[[list[Hashable], Tokens[int], int, str, str], None]
@@ -93,6 +97,13 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._waiting = SequenceQueue(order)  # WAITING and PREEMPTED
         self._running = SequenceQueue(order)  # RUNNING and LANDED
+        self._stride: Stride | None = None
+        self._attended = self._running  # those of the running that a plan looks at: all who are not in stride
+        self._had_token: set[Sequence] = set()  # of the attended, those who had one at the last step
+        if config.foretold_token is not None:
+            assert not config.plans_ahead, "who plans ahead cannot foretell"
+            self._stride = Stride(config.foretold_token)
+            self._attended = SequenceQueue(order)
         self._landed: list[Sequence] = []
         self._num_receiving = 0
         self._num_exported = 0
@@ -157,7 +168,7 @@ class Scheduler:
             return True
         sequence.move_to(State.LANDED)
         self._landed.append(sequence)
-        self._running.add(sequence)
+        self._start_running(sequence)
         self._running_context_tokens += sequence.num_computed_tokens
         return True
 
@@ -217,7 +228,15 @@ class Scheduler:
 
     def get(self, sequence_id: str) -> Sequence | None:
         """The sequence, unless it has ended."""
-        return self._sequences.get(sequence_id)
+        sequence = self._sequences.get(sequence_id)
+        if sequence is not None:
+            self.write_up(sequence)
+        return sequence
+
+    def write_up(self, sequence: Sequence) -> None:
+        """Puts down in a sequence what it has got by now; only with a `foretold_token` may it be behind."""
+        if self._stride is not None and sequence in self._stride:
+            self._stride.write_up(sequence)
 
     @property
     def is_empty(self) -> bool:
@@ -259,46 +278,64 @@ class Scheduler:
     def plan(self, now: float) -> Step:
         """Decides what to compute next: first who runs, in order, then who waits, if no blocks were short."""
         offered = budget = self.config.settings.max_num_batched_tokens
-        block_size, ahead = self._block_size, self.config.plans_ahead
+        block_size, ahead, stride = self._block_size, self.config.plans_ahead, self._stride
         chunks: list[Chunk] = []
         preempted: list[Sequence] = []
         reserved: list[Sequence] = []
+        skipped: list[Sequence] = []
+        joined: list[Sequence] = []
         short_of_blocks = budget_cut = False
-        for sequence in self._running.sequences:  # `_grow` may shorten it, but only behind `sequence`
+        if stride is not None:
+            self._attend(stride)
+            budget -= len(stride)
+        for sequence in self._attended.sequences:  # `_grow` may shorten it, but only behind `sequence`
             start = sequence.num_computed_tokens
             end = length = len(sequence.token_ids) + sequence.num_pending_tokens
             if end - start != 1 or not budget:
                 end = self._chunk_end(start, length, budget)
                 budget_cut = budget_cut or budget < min(length - start, self._chunk_limit)
                 if end == start:
+                    skipped.append(sequence)
                     continue
-            if end > len(sequence.block_ids) * block_size and not self._grow(sequence, end, preempted):
-                short_of_blocks = True
+            if end > len(sequence.block_ids) * block_size:
+                num_in_stride = len(stride) if stride is not None else 0
+                grown = self._grow(sequence, end, preempted)
+                if stride is not None:
+                    budget += num_in_stride - len(stride)
+                if not grown:
+                    short_of_blocks = True
+                    skipped.append(sequence)
+                    continue
+            budget -= end - start
+            if stride is not None and (num_steps := self._quiet_steps(sequence, end, length)):
+                stride.join(sequence, num_steps)
+                joined.append(sequence)
                 continue
             sequence.num_computed_tokens = end
-            budget -= end - start
             chunks.append(_new(Chunk, (sequence, start, end - start, end == length)))
             if ahead and end == length:
                 self._look_ahead(sequence, length)
             if sequence.num_queued_tokens:
                 self._count_prompt_tokens(sequence, start, end)
+        for sequence in joined:
+            self._attended.remove(sequence)
         if self._landed:
             self._start_landed(now)
         if not preempted and not short_of_blocks:
             # What rounding to a block's end has left of the budget is no chunk to begin a prompt with.
             self._admit(chunks, reserved, 0 if budget_cut else budget, now)
-        return self._planned(chunks, preempted, reserved, offered)
+        return self._planned(chunks, preempted, reserved, skipped, offered)
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Emitted | Progressed]:
         """Takes in what a step has computed; passes over sequences that were preempted or aborted since its plan."""
         events: list[Emitted | Progressed] = []
-        if not step.chunks:
+        if not step.num_tokens:
             return events
         flight = self._in_flight.end(step)
         departed = flight.departed
         block_size = self._block_size
         prefill = Leg.PREFILL
-        num_sampled = 0
+        num_sampled = step.num_in_stride
         self._at_rest = False
         for (sequence, start, num_tokens, samples), token in zip(step.chunks, result.token_ids, strict=True):
             if departed and sequence in departed:
@@ -330,6 +367,9 @@ class Scheduler:
                 self.pool.lend(sequence.block_ids)
             events.append(_new(Emitted, (sequence, token, finish)))
         self.counters.tokens_generated += num_sampled
+        if self._stride is not None:
+            self._stride.end_step()
+            self._had_token = {chunk.sequence for chunk in step.chunks if chunk.samples}
         self.pool.settle(flight.block_ids)
         return events
 
@@ -396,11 +436,42 @@ class Scheduler:
             chunks.append(Chunk(sequence, start, end - start, end == length))
             if self.config.plans_ahead and end == length:
                 self._look_ahead(sequence, length)
-            self._running.add(sequence)
+            self._start_running(sequence)
             self._running_context_tokens += start
             self._count_prompt_tokens(sequence, start, end)
             sequence.num_computed_tokens = end
             budget = 0 if budget_cut else budget - (end - start)
+
+    def _attend(self, stride: Stride) -> None:
+        """Has the plan look at all running sequences to whom something may happen in it.
+
+        Who is in stride has its token set aside before the others get theirs. So all are looked at if they are more
+        than the budget, or if one that wants more than one token is ahead of any in stride.
+
+            running, in order    | in stride, and attended ones that want one token each | attended |
+                                                                                         whatever they want
+        """
+        for sequence in stride.leave_due():
+            self._attended.add(sequence)
+        if not stride:
+            return
+        running, attended = self._running.sequences, self._attended.sequences
+        first_behind = len(attended)
+        while first_behind and attended[first_behind - 1] is running[first_behind - 1 - len(attended)]:
+            first_behind -= 1
+        if len(running) > self.config.settings.max_num_batched_tokens or any(
+            len(sequence.token_ids) - sequence.num_computed_tokens != 1 for sequence in attended[:first_behind]
+        ):
+            for sequence in list(stride.members):
+                stride.leave(sequence)
+                self._attended.add(sequence)
+
+    def _quiet_steps(self, sequence: Sequence, end: int, length: int) -> int:
+        """In how many steps from this one on, which computes its token `end - 1`, a running sequence gets a token and
+        neither completes a block nor ends. Whoever had none at the last step is to be seen getting this one."""
+        if end != length or sequence not in self._had_token or self.config.foretold_token in sequence.stop_token_ids:
+            return 0
+        return min(-end % self._block_size, sequence.max_total_tokens - 1 - length)
 
     def _look_ahead(self, sequence: Sequence, length: int) -> None:
         """Lets the next step compute the token that this one samples after `length` tokens, if it must come to that.
@@ -482,8 +553,8 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes a sequence's blocks; it waits again, for all its tokens, at its old place in the order."""
-        lost, length = sequence.num_computed_tokens, len(sequence.token_ids)
         self._stop_running(sequence)
+        lost, length = sequence.num_computed_tokens, len(sequence.token_ids)
         self._give_back(sequence)
         sequence.move_to(State.PREEMPTED)
         sequence.num_preemptions += 1
@@ -512,12 +583,24 @@ class Scheduler:
         self.counters.tokens_recomputed += fresh - start
         self.counters.prompt_tokens_computed += max(0, min(end, len(sequence.request.token_ids)) - fresh)
 
-    def _planned(self, chunks: list[Chunk], preempted: list[Sequence], reserved: list[Sequence], offered: int) -> Step:
+    def _planned(
+        self,
+        chunks: list[Chunk],
+        preempted: list[Sequence],
+        reserved: list[Sequence],
+        skipped: list[Sequence],
+        offered: int,
+    ) -> Step:
         num_tokens = sum([chunk[2] for chunk in chunks])
         self._num_planned += 1
-        step = Step(self._num_planned, chunks, num_tokens, preempted, reserved)
-        self._at_rest = not (chunks or preempted or reserved)
-        if chunks:
+        num_in_stride = context_tokens = 0
+        if (stride := self._stride) is not None and (chunks or stride):
+            stride.begin_step()
+            num_in_stride, context_tokens = len(stride), stride.context_tokens
+            num_tokens += num_in_stride
+        step = Step(self._num_planned, chunks, num_tokens, preempted, reserved, skipped, num_in_stride, context_tokens)
+        self._at_rest = not (num_tokens or preempted or reserved)
+        if num_tokens:
             self._in_flight.begin(step)
             self._running_context_tokens += num_tokens
             self.counters.steps += 1
@@ -542,6 +625,11 @@ class Scheduler:
         self.pool.register(sequence.block_ids[known:full], hashes[known:full])
         sequence.num_cached_blocks = full
 
+    def _start_running(self, sequence: Sequence) -> None:
+        self._running.add(sequence)
+        if self._stride is not None:
+            self._attended.add(sequence)
+
     def _stop_running(self, sequence: Sequence) -> None:
         """Takes a RUNNING or LANDED sequence from the queue and out of the steps in flight, which may still write.
 
@@ -549,6 +637,11 @@ class Scheduler:
                      stay its own     quarantined until the last of those steps is committed
         """
         self._running.remove(sequence)
+        if self._stride is not None:
+            if sequence in self._stride:
+                self._stride.leave(sequence)
+            else:
+                self._attended.remove(sequence)
         self._running_context_tokens -= sequence.num_computed_tokens
         if sequence.state is State.LANDED:
             self._landed.remove(sequence)
@@ -590,6 +683,11 @@ class Scheduler:
         self.pool.check()
         self._waiting.check()
         self._running.check()
+        self._attended.check()
+        in_stride: set[Sequence] = set()
+        if self._stride is not None:
+            self._stride.check()
+            in_stride.update(self._stride.members)
         members: dict[State, list[Sequence]] = {state: [] for state in State}
         for sequence in self._sequences.values():
             members[sequence.state].append(sequence)
@@ -598,6 +696,8 @@ class Scheduler:
         waiting, running = set(self._waiting.sequences), set(self._running.sequences)
         assert waiting == set(members[State.WAITING] + members[State.PREEMPTED])
         assert running == set(members[State.RUNNING] + members[State.LANDED])
+        assert running == in_stride.union(self._attended.sequences)
+        assert len(running) == len(in_stride) + len(self._attended)
         assert set(self._landed) == set(members[State.LANDED])
         assert self._num_receiving == len(members[State.RECEIVING])
         assert self._num_exported == len(members[State.EXPORTED])

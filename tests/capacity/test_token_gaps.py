@@ -45,7 +45,7 @@ def test_gaps_and_the_worst_of_each_are_those_of_noting_every_token(steps) -> No
         for name in NAMES:
             if name not in speaking:
                 gaps.leave(sequences[name])
-        gaps.step(now, len(in_stride))
+        gaps.step(now)
         for name in sorted(speaking - set(in_stride)):
             gaps.enter(sequences[name], readers[name])
         for name in speaking:
