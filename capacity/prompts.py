@@ -2,15 +2,16 @@
 
 Owns: the numbering, and the names that blocks get by it. Refuses to know: text, vocabularies, when requests come.
 
-A token's number tells who first had it, and its position:
+A token's number tells who first had it, and the place of the block that it is in:
 
-    request 7   | shared by all | as the session's request before it | its own              | output
-    numbers     | 1 + position  | those of that request              | base of 7 + position | 0, meant as the same
+    request 7   | shared by all | as the session's request before it | its own           | output
+    numbers     | 1 + block     | those of that request              | base of 7 + block | 0, meant as the same
 
 A replayed prompt begins with blocks that have ids; their numbers are below 0, so they meet none of the others.
 
 So the last token of a block names all tokens up to there, and nothing has to be hashed. Of a prompt, only the last
-token of each block and of the whole have numbers; the others, at which nobody will ever look, are 0.
+token of each block and of the whole have numbers; the others, at which nobody will ever look, are 0. Blocks that follow
+one another have names that do, and lie side by side in every table that is hashed by them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from baton.capacity.workload import Arrival
 
 STRIDE = 2_654_435_761
-"""More positions than a sequence can have. A prime near 2**32 over the golden ratio: what is hashed by a few of
+"""More blocks than a sequence can have. A prime near 2**32 over the golden ratio: what is hashed by a few of
 its lowest bits then meets few others, which multiples of a power of two would do all the time."""
 OUTPUT_TOKEN = 0
 """Whatever a request generates: its place among the tokens says all that there is to know."""
@@ -55,10 +56,10 @@ class Prompts:
         token_ids = [0] * arrival.prompt_tokens
         begin = 0
         for stretch in stretches:
-            first = begin + size - 1 - begin % size  # the last position of the block that `begin` is in
-            token_ids[first : stretch.end : size] = range(stretch.base + first, stretch.base + stretch.end, size)
+            first, end = begin // size, stretch.end // size  # blocks that end in this stretch
+            token_ids[(first + 1) * size - 1 : stretch.end : size] = range(stretch.base + first, stretch.base + end)
             begin = stretch.end
-        token_ids[-1] = stretches[-1].base + arrival.prompt_tokens - 1
+        token_ids[-1] = stretches[-1].base + (arrival.prompt_tokens - 1) // size
         return tuple(token_ids)
 
     def _stretches(self, arrival: Arrival, base: int) -> tuple[_Stretch, ...]:
@@ -90,20 +91,14 @@ def extend_names(names: list[Hashable], token_ids: Sequence[int], block_size: in
         return
     for index in range(known, len(names)):
         if names[index] == OUTPUT_TOKEN:
-            end = (index + 1) * block_size - 1
-            names[index] = _number(token_ids, end - block_size + 1, end) or _following(names[index - 1], block_size)
+            # The prompt's last token is in this block, or all of it is output.
+            block = token_ids[index * block_size : (index + 1) * block_size]
+            names[index] = max(block) or _following(names[index - 1])
 
 
-def _number(token_ids: Sequence[int], first: int, end: int) -> int:
-    """The number of the output token at `end`, if the prompt's last token is at `first` or later; else 0."""
-    block = token_ids[first:end]
-    last = max(block, default=OUTPUT_TOKEN)
-    return last + (end - first) - block.index(last) if last != OUTPUT_TOKEN else 0
-
-
-def _following(name: Hashable, block_size: int) -> int:
+def _following(name: Hashable) -> int:
     assert isinstance(name, int)
-    return name + block_size
+    return name + 1
 
 
 def block_names(token_ids: tuple[int, ...], block_size: int) -> tuple[Hashable, ...]:

@@ -118,17 +118,19 @@ class Incoming:
         if not self._pending:
             return None
         notice = self._pending.popleft()
-        source = dict(enumerate(notice.block_ids, start=notice.first_block))
+        source, first_known = list(notice.block_ids), notice.first_block
         while self._pending and not notice.checksum and not self._pending[0].checksum:
             notice = self._pending.popleft()
-            source.update(enumerate(notice.block_ids, start=notice.first_block))
+            if notice.first_block < first_known:
+                source, first_known = [], notice.first_block
+            source[notice.first_block - first_known :] = notice.block_ids
         first, end = self._read // self._block_size, -(-notice.num_tokens // self._block_size)
         whole = first == notice.first_block and end - first == len(notice.block_ids)
         self._pulling = WantedPull(
             epoch=self.epoch,
             first_token=self._read,
             num_tokens=notice.num_tokens,
-            source_blocks=tuple(source[index] for index in range(first, end)),
+            source_blocks=tuple(source[first - first_known : end - first_known]),
             destination_blocks=self._blocks[first:end],
             checksum=notice.checksum if whole else 0,
             early=self.next_token is None,

@@ -15,7 +15,8 @@ is left of a chain is a prefix of it:
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from itertools import islice
+
+from baton.scheduler.recency import Recency
 
 DEFAULT_BLOCKS_PER_WORKER = 65_536
 
@@ -26,7 +27,7 @@ class PrefixIndex:
     def __init__(self, blocks_per_worker: int = DEFAULT_BLOCKS_PER_WORKER) -> None:
         self._blocks_per_worker = blocks_per_worker
         self._num_blocks: dict[str, int] = {}
-        self._held: dict[str, dict[Hashable, None]] = {}  # next to be forgotten comes first
+        self._held: dict[str, Recency[Hashable]] = {}
 
     def expect(self, worker_id: str, num_blocks: int) -> None:
         """The worker's pool has this many blocks: it cannot have cached more."""
@@ -34,19 +35,22 @@ class PrefixIndex:
 
     def record(self, worker_id: str, hashes: Sequence[Hashable]) -> None:
         """The worker is about to have these blocks, the chain from its first block on."""
-        held = self._held.setdefault(worker_id, {})
+        if not hashes:
+            return
+        held = self._held.get(worker_id)
+        if held is None:
+            held = self._held[worker_id] = Recency()
         most = self._num_blocks.get(worker_id, self._blocks_per_worker)
-        for block_hash in hashes[: min(self.match(worker_id, hashes), most)]:
-            del held[block_hash]
-        held.update(dict.fromkeys(reversed(hashes[:most])))
-        for block_hash in list(islice(held, max(0, len(held) - most))):
-            del held[block_hash]
+        held.touch(hashes[:most][::-1])
+        if len(held) > most:
+            held.pop_oldest(len(held) - most)
 
     def match(self, worker_id: str, hashes: Sequence[Hashable]) -> int:
         """Number of leading blocks of the chain that the worker probably has."""
-        held = self._held.get(worker_id)
-        if not held or not hashes or hashes[0] not in held:
+        recency = self._held.get(worker_id)
+        if recency is None or not hashes or hashes[0] not in recency.batch_of:
             return 0
+        held = recency.batch_of
         low, high = 1, len(hashes)
         while low < high:
             middle = (low + high) // 2

@@ -16,9 +16,10 @@ Refuses to know: requests and sequences, bytes and devices; it is asked for coun
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from hashlib import blake2b
+
+from baton.scheduler.recency import Recency
 
 HASH_BYTES = 16
 
@@ -80,9 +81,9 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack, so that fresh blocks come in ascending runs
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # next to be evicted comes first
-        self._ref_counts = [0] * num_blocks
-        self._lend_counts = [0] * num_blocks  # how many of the holders have lent it
+        self._evictable: Recency[int] = Recency()
+        self._ref_counts = array("I", bytes(4 * num_blocks))
+        self._lend_counts = array("I", bytes(4 * num_blocks))  # how many of the holders have lent it
         self._num_lent = 0
         self._quarantined: set[int] = set()
         self._names: list[Hashable | None] = [None] * num_blocks
@@ -139,7 +140,7 @@ class BlockPool:
         for block_id in block_ids:
             refs = ref_counts[block_id]
             if not refs:
-                del self._evictable[block_id]
+                self._evictable.remove(block_id)
             elif refs == lend_counts[block_id]:
                 self._num_lent -= 1
             ref_counts[block_id] = refs + 1
@@ -161,7 +162,8 @@ class BlockPool:
     def release(self, block_ids: list[int]) -> None:
         """One holder less for each of these blocks, which are one sequence's in order, the deepest last."""
         ref_counts, lend_counts = self._ref_counts, self._lend_counts
-        names, evictable, free = self._names, self._evictable, self._free
+        names, free = self._names, self._free
+        evictable: list[int] = []
         for block_id in reversed(block_ids):
             refs = ref_counts[block_id] - 1
             ref_counts[block_id] = refs
@@ -170,9 +172,11 @@ class BlockPool:
                 if refs == lend_counts[block_id]:
                     self._num_lent += 1
             elif names[block_id] is not None:
-                evictable[block_id] = None
+                evictable.append(block_id)
             else:
                 free.append(block_id)
+        if evictable:
+            self._evictable.touch(evictable)
 
     def lend(self, block_ids: Iterable[int]) -> None:
         """One holder of each of these blocks will only keep it for somebody elsewhere, until `reclaim`."""
@@ -221,6 +225,7 @@ class BlockPool:
         """Raises AssertionError unless each block is in exactly one of its five places and every count agrees."""
         assert len(set(self._free)) == len(self._free), "a block is free twice"
         free, cached = set(self._free), set(self._evictable)
+        assert len(cached) == len(self._evictable)
         lent = {b for b, refs in self.ref_counts().items() if refs == self._lend_counts[b]}
         held = self.ref_counts().keys() - lent
         places = (free, held, cached, lent, self._quarantined)
@@ -233,13 +238,11 @@ class BlockPool:
         assert cached <= named.keys() <= cached | held | lent, "a name on a block without content"
 
     def _evict(self, num_blocks: int) -> list[int]:
-        names, registered, evictable = self._names, self._registered, self._evictable
-        evicted = []
-        for _ in range(num_blocks):
-            block_id, _ = evictable.popitem(last=False)
+        names, registered = self._names, self._registered
+        evicted = self._evictable.pop_oldest(num_blocks)
+        for block_id in evicted:
             name = names[block_id]
             assert name is not None
             del registered[name]
             names[block_id] = None
-            evicted.append(block_id)
         return evicted
