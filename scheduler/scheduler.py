@@ -94,16 +94,17 @@ class Scheduler:
         self._block_size = config.block_size
         self._chunk_limit = settings.long_prefill_token_threshold or sys.maxsize
         order = import_module(f"baton.scheduler.policies.{settings.policy}").order
+        self._order = order
         self._sequences: dict[str, Sequence] = {}
         self._waiting = SequenceQueue(order)  # WAITING and PREEMPTED
         self._running = SequenceQueue(order)  # RUNNING and LANDED
         self._stride: Stride | None = None
-        self._attended = self._running  # those of the running that a plan looks at: all who are not in stride
+        self._attended = self._running.sequences  # those of the running that a plan looks at: all not in stride
         self._had_token: set[Sequence] = set()  # of the attended, those who had one at the last step
         if config.foretold_token is not None:
             assert not config.plans_ahead, "who plans ahead cannot foretell"
             self._stride = Stride(config.foretold_token)
-            self._attended = SequenceQueue(order)
+            self._attended = []
         self._landed: list[Sequence] = []
         self._num_receiving = 0
         self._num_exported = 0
@@ -288,7 +289,7 @@ class Scheduler:
         if stride is not None:
             self._attend(stride)
             budget -= len(stride)
-        for sequence in self._attended.sequences:  # `_grow` may shorten it, but only behind `sequence`
+        for sequence in self._attended:  # `_grow` may shorten it, but only behind `sequence`
             start = sequence.num_computed_tokens
             end = length = len(sequence.token_ids) + sequence.num_pending_tokens
             if end - start != 1 or not budget:
@@ -451,11 +452,13 @@ class Scheduler:
             running, in order    | in stride, and attended ones that want one token each | attended |
                                                                                          whatever they want
         """
-        for sequence in stride.leave_due():
-            self._attended.add(sequence)
+        attended = self._attended
+        attended += stride.leave_due()
+        if len(attended) > 1:
+            attended.sort(key=self._order)
         if not stride:
             return
-        running, attended = self._running.sequences, self._attended.sequences
+        running = self._running.sequences
         first_behind = len(attended)
         while first_behind and attended[first_behind - 1] is running[first_behind - 1 - len(attended)]:
             first_behind -= 1
@@ -464,7 +467,7 @@ class Scheduler:
         ):
             for sequence in list(stride.members):
                 stride.leave(sequence)
-                self._attended.add(sequence)
+            attended[:] = running
 
     def _quiet_steps(self, sequence: Sequence, end: int, length: int) -> int:
         """In how many steps from this one on, which computes its token `end - 1`, a running sequence gets a token and
@@ -628,7 +631,7 @@ class Scheduler:
     def _start_running(self, sequence: Sequence) -> None:
         self._running.add(sequence)
         if self._stride is not None:
-            self._attended.add(sequence)
+            self._attended.append(sequence)
 
     def _stop_running(self, sequence: Sequence) -> None:
         """Takes a RUNNING or LANDED sequence from the queue and out of the steps in flight, which may still write.
@@ -683,7 +686,6 @@ class Scheduler:
         self.pool.check()
         self._waiting.check()
         self._running.check()
-        self._attended.check()
         in_stride: set[Sequence] = set()
         if self._stride is not None:
             self._stride.check()
@@ -696,7 +698,7 @@ class Scheduler:
         waiting, running = set(self._waiting.sequences), set(self._running.sequences)
         assert waiting == set(members[State.WAITING] + members[State.PREEMPTED])
         assert running == set(members[State.RUNNING] + members[State.LANDED])
-        assert running == in_stride.union(self._attended.sequences)
+        assert running == in_stride.union(self._attended)
         assert len(running) == len(in_stride) + len(self._attended)
         assert set(self._landed) == set(members[State.LANDED])
         assert self._num_receiving == len(members[State.RECEIVING])
