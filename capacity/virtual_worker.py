@@ -51,6 +51,7 @@ STEP_MEMORY = 0.2
 
 _NO_LOGPROBS: dict[int, Logprobs] = {}
 _NOBODY_REFUSED: dict[int, str] = {}
+_NO_TOKENS = StepResult([], _NO_LOGPROBS, _NOBODY_REFUSED)
 
 StepListener = Callable[[str, Step, float], None]
 """Hears of every plan that decides anything: the worker's name, the step, the time."""
@@ -343,7 +344,9 @@ class VirtualWorker:
     def _end_step(self, step: Step) -> None:
         if self._gone:
             return
-        now, result = self.loop.time(), StepResult([OUTPUT_TOKEN] * len(step.chunks), _NO_LOGPROBS, _NOBODY_REFUSED)
+        now, result = self.loop.time(), _NO_TOKENS
+        if step.chunks:
+            result = StepResult([OUTPUT_TOKEN] * len(step.chunks), _NO_LOGPROBS, _NOBODY_REFUSED)
         events = self.scheduler.commit(step, result, now)
         self._busy = False
         self._news = True

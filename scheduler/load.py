@@ -13,9 +13,11 @@ from baton.proto.messages import LoadReport, Role, WorkerCounters
 _NOTHING_COUNTED = WorkerCounters()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SchedulerLoad:
-    """`running` counts LANDED too, `waiting` all who hold no blocks, `free_blocks` the evictable ones too."""
+    """Made at every step: not frozen, as that takes five times as long, but nobody writes to it.
+
+    `running` counts LANDED too, `waiting` all who hold no blocks, `free_blocks` the evictable ones too."""
 
     running: int
     waiting: int

@@ -42,9 +42,10 @@ class StepWork(NamedTuple):
     kv_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
-    """One batch for the engine, and what else the plan decided.
+    """One batch for the engine, and what else the plan decided. Not frozen, which would cost as much as a short plan;
+    nobody writes to it.
 
     `preempted` lost their blocks in this plan: whoever lent them must revoke the lease before the step runs.
     `reserved` are decode-side sequences that now hold blocks for a hand-off and may start to pull.

@@ -57,15 +57,15 @@ class Recency(Generic[Key]):
     def pop_oldest(self, number: int) -> list[Key]:
         """Takes out that many, oldest first; there must be so many."""
         batch_of, popped = self.batch_of, []
-        while len(popped) < number:
-            batch = self._batches[0]
-            before = len(batch)
-            while batch and len(popped) < number:
-                key = batch.pop()
-                if batch_of.get(key) == self._first:
-                    del batch_of[key]
-                    popped.append(key)
-            self._num_noted -= before - len(batch)
+        while (missing := number - len(popped)) > 0:
+            batch, first = self._batches[0], self._first
+            oldest = batch[: -missing - 1 : -1]
+            del batch[-missing:]
+            self._num_noted -= len(oldest)
+            there = [key for key in oldest if batch_of.get(key) == first]
+            for key in there:
+                del batch_of[key]
+            popped += there
             if not batch:
                 self._batches.popleft()
                 self._first += 1

@@ -236,7 +236,7 @@ class Scheduler:
 
     def write_up(self, sequence: Sequence) -> None:
         """Puts down in a sequence what it has got by now; only with a `foretold_token` may it be behind."""
-        if self._stride is not None and sequence in self._stride:
+        if self._stride is not None and sequence in self._stride.members:
             self._stride.write_up(sequence)
 
     @property
@@ -288,7 +288,7 @@ class Scheduler:
         short_of_blocks = budget_cut = False
         if stride is not None:
             self._attend(stride)
-            budget -= len(stride)
+            budget -= len(stride.members)
         for sequence in self._attended:  # `_grow` may shorten it, but only behind `sequence`
             start = sequence.num_computed_tokens
             end = length = len(sequence.token_ids) + sequence.num_pending_tokens
@@ -299,10 +299,10 @@ class Scheduler:
                     skipped.append(sequence)
                     continue
             if end > len(sequence.block_ids) * block_size:
-                num_in_stride = len(stride) if stride is not None else 0
+                num_in_stride = len(stride.members) if stride is not None else 0
                 grown = self._grow(sequence, end, preempted)
                 if stride is not None:
-                    budget += num_in_stride - len(stride)
+                    budget += num_in_stride - len(stride.members)
                 if not grown:
                     short_of_blocks = True
                     skipped.append(sequence)
@@ -456,7 +456,7 @@ class Scheduler:
         attended += stride.leave_due()
         if len(attended) > 1:
             attended.sort(key=self._order)
-        if not stride:
+        if not stride.members:
             return
         running = self._running.sequences
         first_behind = len(attended)
@@ -597,9 +597,9 @@ class Scheduler:
         num_tokens = sum([chunk[2] for chunk in chunks])
         self._num_planned += 1
         num_in_stride = context_tokens = 0
-        if (stride := self._stride) is not None and (chunks or stride):
+        if (stride := self._stride) is not None and (chunks or stride.members):
             stride.begin_step()
-            num_in_stride, context_tokens = len(stride), stride.context_tokens
+            num_in_stride, context_tokens = len(stride.members), stride.context_tokens
             num_tokens += num_in_stride
         step = Step(self._num_planned, chunks, num_tokens, preempted, reserved, skipped, num_in_stride, context_tokens)
         self._at_rest = not (num_tokens or preempted or reserved)
@@ -641,7 +641,7 @@ class Scheduler:
         """
         self._running.remove(sequence)
         if self._stride is not None:
-            if sequence in self._stride:
+            if sequence in self._stride.members:
                 self._stride.leave(sequence)
             else:
                 self._attended.remove(sequence)

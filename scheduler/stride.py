@@ -11,35 +11,27 @@ stay as they were when it joined; `write_up` brings them up to date, `leave` doe
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from baton.scheduler.sequence import Sequence
 
 
 class Stride:
-    """One step at a time: begun by a plan, ended by its commit. `token` is what everybody samples."""
+    """One step at a time: begun by a plan, ended by its commit. `token` is what everybody samples.
 
-    __slots__ = ("_due", "_num_begun", "_num_ended", "_offsets", "_token", "_until", "context_tokens")
+    `members` has them, each with what it has computed less the steps begun, which stays the same while it is one; only
+    the methods write to it.
+    """
+
+    __slots__ = ("_due", "_num_begun", "_num_ended", "_token", "_until", "context_tokens", "members")
 
     def __init__(self, token: int) -> None:
         self._token = token
         self._num_begun = 0
         self._num_ended = 0
-        self._offsets: dict[Sequence, int] = {}  # computed tokens less steps begun, which stays the same
+        self.members: dict[Sequence, int] = {}
         self._until: dict[Sequence, int] = {}  # how many steps will have begun when something happens
         self._due: dict[int, list[Sequence]] = {}
         self.context_tokens = 0
         """The sum of what members have computed, the step that has begun included."""
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence in self._offsets
-
-    @property
-    def members(self) -> Collection[Sequence]:
-        return self._offsets.keys()
 
     def leave_due(self) -> list[Sequence]:
         """Those to whom something happens in the step that is planned now: they leave. Once a step."""
@@ -55,7 +47,7 @@ class Stride:
     def join(self, sequence: Sequence, num_steps: int) -> None:
         """From the step that is planned now on it has that many steps in which it gets a token and nothing happens."""
         until = self._num_begun + num_steps
-        self._offsets[sequence] = sequence.num_computed_tokens - self._num_begun
+        self.members[sequence] = sequence.num_computed_tokens - self._num_begun
         self._until[sequence] = until
         self._due.setdefault(until, []).append(sequence)
         self.context_tokens += sequence.num_computed_tokens
@@ -64,28 +56,28 @@ class Stride:
         """Between two steps, or before the next has begun."""
         assert self._num_begun == self._num_ended, f"{sequence} leaves in the middle of a step"
         self.write_up(sequence)
-        del self._offsets[sequence]
+        del self.members[sequence]
         del self._until[sequence]
         self.context_tokens -= sequence.num_computed_tokens
 
     def write_up(self, sequence: Sequence) -> None:
         """Puts down in a member what it has got by now."""
-        offset, token_ids = self._offsets[sequence], sequence.token_ids
+        offset, token_ids = self.members[sequence], sequence.token_ids
         sequence.num_computed_tokens = offset + self._num_begun
         token_ids.extend([self._token] * (offset + self._num_ended + 1 - len(token_ids)))
 
     def begin_step(self) -> None:
         self._num_begun += 1
-        self.context_tokens += len(self._offsets)
+        self.context_tokens += len(self.members)
 
     def end_step(self) -> None:
         self._num_ended += 1
 
     def check(self) -> None:
         """Raises AssertionError if the books are wrong."""
-        for sequence in self._offsets:
+        for sequence in self.members:
             self.write_up(sequence)
             assert self._num_begun <= self._until[sequence], f"{sequence} was due"
             assert sequence in self._due[self._until[sequence]] or self._num_begun == self._until[sequence], sequence
-        assert self._until.keys() == self._offsets.keys()
-        assert self.context_tokens == sum(sequence.num_computed_tokens for sequence in self._offsets)
+        assert self._until.keys() == self.members.keys()
+        assert self.context_tokens == sum(sequence.num_computed_tokens for sequence in self.members)

@@ -185,4 +185,4 @@ def test_a_member_is_written_up_to_the_last_step_that_has_ended() -> None:
     stride.end_step()
     stride.leave(sequence)
     assert (sequence.num_computed_tokens, sequence.token_ids) == (4, [1, 2, 3, 7, 7])
-    assert (len(stride), stride.context_tokens) == (0, 0)
+    assert (len(stride.members), stride.context_tokens) == (0, 0)
