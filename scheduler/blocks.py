@@ -95,12 +95,12 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        return len(self._evictable)
+        return len(self._evictable.batch_of)
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` could hand out now."""
-        return len(self._free) + len(self._evictable)
+        return len(self._free) + len(self._evictable.batch_of)
 
     @property
     def num_lent(self) -> int:

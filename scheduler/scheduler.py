@@ -260,6 +260,8 @@ class Scheduler:
 
     def load(self) -> SchedulerLoad:
         pool = self.pool
+        num_blocks, available = pool.num_blocks, pool.num_available
+        lent, quarantined = pool.num_lent, pool.num_quarantined
         num_holding = len(self._running) + self._num_receiving + self._num_exported
         return SchedulerLoad(
             running=len(self._running),
@@ -268,12 +270,12 @@ class Scheduler:
             exported=self._num_exported,
             queued_tokens=self._queued_tokens,
             running_context_tokens=self._running_context_tokens,
-            total_blocks=pool.num_blocks,
-            free_blocks=pool.num_available,
-            held_blocks=pool.num_held,
+            total_blocks=num_blocks,
+            free_blocks=available,
+            held_blocks=num_blocks - available - lent - quarantined,
             cached_blocks=pool.num_cached,
-            lent_blocks=pool.num_lent,
-            quarantined_blocks=pool.num_quarantined,
+            lent_blocks=lent,
+            quarantined_blocks=quarantined,
         )
 
     def plan(self, now: float) -> Step:
