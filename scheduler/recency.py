@@ -58,7 +58,8 @@ class Recency(Generic[Key]):
 
     def pop_oldest(self, number: int) -> list[Key]:
         """Takes out that many, oldest first; there must be so many."""
-        batch_of, popped = self.batch_of, []
+        batch_of = self.batch_of
+        popped: list[Key] = []
         while (missing := number - len(popped)) > 0:
             batch, first = self._batches[0], self._first
             oldest = batch[: -missing - 1 : -1]

@@ -372,7 +372,7 @@ class Scheduler:
         self.counters.tokens_generated += num_sampled
         if self._stride is not None:
             self._stride.end_step()
-            self._had_token = {chunk.sequence for chunk in step.chunks if chunk.samples}
+            self._had_token = {sequence for sequence, _, _, samples in step.chunks if samples}
         self.pool.settle(flight.block_ids)
         return events
 
@@ -464,9 +464,8 @@ class Scheduler:
         first_behind = len(attended)
         while first_behind and attended[first_behind - 1] is running[first_behind - 1 - len(attended)]:
             first_behind -= 1
-        if len(running) > self.config.settings.max_num_batched_tokens or any(
-            len(sequence.token_ids) - sequence.num_computed_tokens != 1 for sequence in attended[:first_behind]
-        ):
+        in_the_way = [each for each in attended[:first_behind] if len(each.token_ids) - each.num_computed_tokens != 1]
+        if in_the_way or len(running) > self.config.settings.max_num_batched_tokens:
             for sequence in list(stride.members):
                 stride.leave(sequence)
             attended[:] = running
