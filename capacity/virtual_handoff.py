@@ -27,7 +27,7 @@ from baton.capacity.cost import CostModel
 from baton.capacity.virtual_loop import VirtualLoop
 from baton.kvtransfer.incoming import Incoming, Question, WantedPull
 from baton.kvtransfer.lease import LeaseTable, LeaseTaken, UnknownLease
-from baton.kvtransfer.runs import coalesce
+from baton.kvtransfer.runs import count_runs
 from baton.proto.messages import ChunkNotice, Leg
 from baton.scheduler.sequence import Sequence, State
 
@@ -159,7 +159,7 @@ class Exchange:
         if lane is None:
             lane = self._lanes[source, sink] = Lane(self.loop)
         num_bytes = len(wanted.source_blocks) * self._block_bytes
-        runs = len(coalesce(wanted.source_blocks, wanted.destination_blocks)) if self._cost.transfer.run_s else 1
+        runs = count_runs(wanted.source_blocks, wanted.destination_blocks) if self._cost.transfer.run_s else 1
         began_s = self.loop.time()
         lane.read(self._cost.transfer_s(num_bytes, runs), lambda: done(self.loop.time() - began_s, num_bytes))
 

@@ -28,7 +28,7 @@ from baton.engine.metrics import WorkerMetrics
 from baton.engine.vital import Failed, vital
 from baton.kvtransfer.connector import Connector, Pull, PullEvent, PullState
 from baton.kvtransfer.incoming import Incoming, ProtocolError, WantedPull
-from baton.kvtransfer.layout import coalesce
+from baton.kvtransfer.runs import count_runs
 from baton.proto import worker_pb2 as wire
 from baton.proto.credentials import PLAIN, ClusterWire
 from baton.proto.messages import ChunkNotice, HandoffSource, KvGeometry, Leg
@@ -418,7 +418,7 @@ class Receiver:
                 handoff.pulls += 1
                 handoff.bytes += event.num_bytes
                 handoff.reading_s += event.seconds
-                handoff.runs += len(coalesce(wanted.source_blocks, wanted.destination_blocks))
+                handoff.runs += count_runs(wanted.source_blocks, wanted.destination_blocks)
                 self._metrics.pulled(event.num_bytes, len(wanted.destination_blocks), event.seconds)
                 question = incoming.finished()
                 if question is not None and not handoff.dropped:

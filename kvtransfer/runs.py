@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,14 @@ def coalesce(source_blocks: Sequence[int], destination_blocks: Sequence[int]) ->
     if length:
         runs.append(Run(start, first, length))
     return runs
+
+
+def count_runs(source_blocks: Sequence[int], destination_blocks: Sequence[int]) -> int:
+    """How many runs `coalesce` finds, without making them."""
+    require_pairs(source_blocks, destination_blocks)
+    pairs = sorted(zip(destination_blocks, source_blocks, strict=True))
+    breaks = [1 for (d0, s0), (d1, s1) in pairwise(pairs) if d1 - d0 != 1 or s1 - s0 != 1]
+    return len(breaks) + bool(pairs)
 
 
 def require_pairs(source_blocks: Sequence[int], destination_blocks: Sequence[int]) -> None:

@@ -64,8 +64,11 @@ class Recency(Generic[Key]):
             batch, first = self._batches[0], self._first
             oldest = batch[: -missing - 1 : -1]
             del batch[-missing:]
+            if self._num_noted > len(batch_of):
+                there = [key for key in oldest if batch_of.get(key) == first]
+            else:
+                there = oldest  # nobody has left anything behind
             self._num_noted -= len(oldest)
-            there = [key for key in oldest if batch_of.get(key) == first]
             for key in there:
                 del batch_of[key]
             popped += there

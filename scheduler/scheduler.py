@@ -251,7 +251,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether `plan` might do something now. False once a plan has come out empty, until something happens."""
-        return not self._at_rest and len(self._running) + len(self._waiting) > 0
+        return not self._at_rest and bool(self._running.sequences or self._waiting.sequences)
 
     @property
     def queued_tokens(self) -> int:
@@ -262,9 +262,10 @@ class Scheduler:
         pool = self.pool
         num_blocks, available = pool.num_blocks, pool.num_available
         lent, quarantined = pool.num_lent, pool.num_quarantined
-        num_holding = len(self._running) + self._num_receiving + self._num_exported
+        num_running = len(self._running.sequences)
+        num_holding = num_running + self._num_receiving + self._num_exported
         return SchedulerLoad(
-            running=len(self._running),
+            running=num_running,
             waiting=len(self._sequences) - num_holding,
             receiving=self._num_receiving,
             exported=self._num_exported,

@@ -21,6 +21,7 @@ from baton.kvtransfer.layout import (
     joined,
     rows,
 )
+from baton.kvtransfer.runs import count_runs
 
 
 @st.composite
@@ -49,6 +50,11 @@ def test_no_two_neighbouring_runs_could_be_one(case):
             before.source + before.length == after.source and before.destination + before.length == after.destination
         )
         assert not joined
+
+
+@given(moves())
+def test_runs_are_counted_as_they_are_made(case):
+    assert count_runs(*case) == len(coalesce(*case))
 
 
 @given(moves())
