@@ -67,6 +67,7 @@ class Sequence:
     to be computed; those below `num_lost_tokens` were computed before a preemption. `max_total_tokens` ends it.
     `num_pending_tokens` further tokens will have been sampled by steps in flight: a step may compute them already,
     unless it `reads_its_output`: then the choice of a token needs all tokens before it, and not only their KV.
+    In a simulation `token_ids` and `num_computed_tokens` may be behind, until `Scheduler.write_up`.
     Times are seconds on the worker's own clock, None until the moment has come.
     """
 
