@@ -82,8 +82,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack, so that fresh blocks come in ascending runs
         self._evictable: Recency[int] = Recency()
-        self._ref_counts = array("I", bytes(4 * num_blocks))
-        self._lend_counts = array("I", bytes(4 * num_blocks))  # how many of the holders have lent it
+        self._ref_counts = [0] * num_blocks
+        self._lend_counts = [0] * num_blocks  # how many of the holders have lent it
         self._num_lent = 0
         self._quarantined: set[int] = set()
         self._names: list[Hashable | None] = [None] * num_blocks
