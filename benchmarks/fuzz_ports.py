@@ -1,6 +1,6 @@
 """Random bytes on every port of a real cluster, port after port: no process may end, and memory may not go on growing.
 
-    python benchmarks/fuzz_ports.py [--seconds 60] [--tls] [--replicas 2] [--seed 0] [--model tiny|demo]
+    python benchmarks/fuzz_ports.py [--seconds 60] [--tls] [--replicas 2] [--seed 0] [--model tiny|demo] [--only NAME]
 
 The ports are those that Baton opens: gRPC and HTTP for clients, those of each router replica alone, those on which the
 replicas speak with each other, each worker's for gRPC and for metrics. Ray's, UCX's and NCCL's own are theirs.
@@ -59,6 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         right = _tokens(client)
         status = client.status()
         ports, pids = list(_ports(status, addresses, secured)), _pids(status)
+        ports = [port for port in ports if options.only in port.name]
         for port in ports:
             violations += _attacked(port, options.seconds, options.seed)
             if _tokens(client) != right:
@@ -173,6 +174,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default="tiny")
+    parser.add_argument("--only", default="", metavar="NAME", help="ports with this in their name")
     return parser
 
 
