@@ -1,12 +1,17 @@
 """Random bytes on every port of a real cluster, port after port: no process may end, and memory may not go on growing.
 
-    python benchmarks/fuzz_ports.py [--seconds 60] [--tls] [--replicas 2] [--seed 0] [--model tiny|demo]
+    python benchmarks/fuzz_ports.py [--seconds 60] [--streams 10000] [--tls] [--replicas 2] [--seed 0]
+        [--model tiny|demo] [--only NAME]
+
+Before that, three waves of half-open streams on the port of gRPC's clients: calls whose requests never come.
 
 The ports are those that Baton opens: gRPC and HTTP for clients, those of each router replica alone, those on which the
 replicas speak with each other, each worker's for gRPC and for metrics. Ray's, UCX's and NCCL's own are theirs.
 
     checked on each port      somebody still listens; a request gets its tokens; the port's process has not grown by
                               more than MAX_GROWTH_MIB from half of the attack to its end
+    checked after each wave   the router has ended every stream, a request gets its tokens during and after it, and the
+                              last wave's memory is that of the second
     checked at the end        every process is the one that it was
 
 Owns: the cluster, the order of ports and the checks. The noise is `port_noise`. The exit code is 1 after any violation.
@@ -29,7 +34,7 @@ from pathlib import Path
 
 import psutil
 from clusters import Machine, local_ray, model_directory, serving, shape, workers
-from port_noise import Port, accepts, bombard
+from port_noise import Port, accepts, bombard, ended_streams
 
 from baton.client.certs import make_certificates
 from baton.client.client import Client
@@ -39,6 +44,7 @@ from baton.proto.settings import ClusterTlsSettings, SecuritySettings, TlsSettin
 from baton.router.server import Addresses
 
 MAX_GROWTH_MIB = 48
+WAVES, STREAMS_A_CONNECTION = 3, 1000
 SETTLE_S = 15.0
 """Longer than anything waits for somebody who has connected and says nothing."""
 
@@ -59,6 +65,9 @@ def main(arguments: list[str] | None = None) -> int:
         right = _tokens(client)
         status = client.status()
         ports, pids = list(_ports(status, addresses, secured)), _pids(status)
+        ports = [port for port in ports if options.only in port.name]
+        if options.streams:
+            violations += _half_opened(client, right, next(_ports(status, addresses, secured)), options.streams)
         for port in ports:
             violations += _attacked(port, options.seconds, options.seed)
             if _tokens(client) != right:
@@ -69,6 +78,42 @@ def main(arguments: list[str] | None = None) -> int:
         print("VIOLATION", violation, file=sys.stderr)
     print(f"{len(ports)} ports, {len(violations)} violations")
     return 1 if violations else 0
+
+
+def _half_opened(client: Client, right: tuple[int, ...], port: Port, streams: int) -> list[str]:
+    """Waves of half-open streams; what was wrong."""
+    violations: list[str] = []
+    peaks: list[float] = []
+
+    async def wave() -> tuple[int, float]:
+        per_connection = [min(STREAMS_A_CONNECTION, streams - at) for at in range(0, streams, STREAMS_A_CONNECTION)]
+        attack = asyncio.gather(*(ended_streams(port, number) for number in per_connection))
+        asked = asyncio.create_task(asyncio.to_thread(_tokens, client))
+        peak = 0.0
+        while not attack.done():
+            await asyncio.wait({attack}, timeout=0.1)
+            peak = max(peak, _memory_mib(port.pid))
+        if await asked != right:
+            violations.append("half-open streams: other tokens beside them")
+        return sum(await attack), peak
+
+    before = _memory_mib(port.pid)
+    for _ in range(WAVES):
+        began = time.monotonic()
+        ended, peak = asyncio.run(wave())
+        peaks.append(peak)
+        print(
+            f"half-open streams      {ended:6} of {streams} ended after {time.monotonic() - began:.1f} s, memory "
+            f"{before:.0f} -> {peak:.0f} MiB at most -> {_memory_mib(port.pid):.0f} MiB",
+            flush=True,
+        )
+        if ended != streams:
+            violations.append(f"half-open streams: {ended} of {streams} were ended")
+    if peaks[-1] - peaks[1] > MAX_GROWTH_MIB:
+        violations.append(
+            f"half-open streams: at most {peaks[1]:.0f} MiB in the second wave, {peaks[-1]:.0f} in the last"
+        )
+    return violations
 
 
 def _attacked(port: Port, seconds: float, seed: int) -> list[str]:
@@ -169,10 +214,12 @@ def _tokens(client: Client) -> tuple[int, ...]:
 def _options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="on each port")
+    parser.add_argument("--streams", type=int, default=10_000, help="half-open ones in each wave; 0 leaves them out")
     parser.add_argument("--tls", action="store_true", help="a cluster with certificates")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default="tiny")
+    parser.add_argument("--only", default="", metavar="NAME", help="ports with this in their name")
     return parser
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 ATTACKERS = 16
 HOLD_S = 0.05
 MAX_HELD = 64
+HEADERS, RST_STREAM, END_STREAM = 1, 3, 1
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 METHODS = (
     b"/baton.v1.Inference/Generate",
@@ -137,8 +138,7 @@ async def bombard(port: Port, seconds: float, seed: int, attackers: int = ATTACK
     """Connects, says something and goes away, or stays and says nothing more, for so long. Never raises for what the
     other side does."""
     tally = Tally()
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context = stranger()
     until_s = time.monotonic() + seconds
 
     async def attack(number: int) -> None:
@@ -173,6 +173,35 @@ async def bombard(port: Port, seconds: float, seed: int, attackers: int = ATTACK
 
     await asyncio.gather(*(attack(number) for number in range(attackers)))
     return tally
+
+
+async def ended_streams(port: Port, number: int) -> int:
+    """Opens so many calls on one connection, says nothing more, and counts those that the server ends until all are
+    or the connection is."""
+    context = stranger() if port.tls else None
+    reader, writer = await asyncio.open_connection(port.host, port.number, ssl=context)
+    writer.write(half_open(number))
+    ended: set[int] = set()
+    try:
+        while len(ended) < number:
+            head = await reader.readexactly(9)
+            await reader.readexactly(int.from_bytes(head[:3]))
+            kind, flags, stream = head[3], head[4], int.from_bytes(head[5:])
+            if kind == RST_STREAM or (kind == HEADERS and flags & END_STREAM):
+                ended.add(stream)
+    except asyncio.IncompleteReadError:
+        pass
+    finally:
+        writer.close()
+    return len(ended)
+
+
+def stranger() -> ssl.SSLContext:
+    """TLS with whoever is there, and no certificate to show; speaks HTTP/2, as gRPC's ports ask."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    return context
 
 
 def accepts(port: Port) -> bool:

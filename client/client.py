@@ -39,8 +39,9 @@ _MAX_MESSAGE_BYTES = 64 << 20
 # gRPC by itself waits up to two minutes between connection attempts; a restarted router is back in seconds.
 _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # Despite its name, how long one attempt may take: TCP, TLS and the first HTTP/2 frame, over however long a wire.
+    ("grpc.min_reconnect_backoff_ms", 5000),
     # A machine that dies says nothing: without these a stream from it would wait for ever.
     ("grpc.keepalive_time_ms", 5000),
     ("grpc.keepalive_timeout_ms", 5000),

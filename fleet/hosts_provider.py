@@ -95,6 +95,7 @@ class HostsProvider(NodeProvider):
         self._path = BOOKS.expanduser() / f"{cluster_name}.json"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._given_up: set[str] = set()
+        self._tears_down = False
         known = {self._head, *self._workers()}
         with self._book() as book:
             for node_id in [node_id for node_id in book.nodes if address_of(node_id) not in known]:
@@ -135,6 +136,7 @@ class HostsProvider(NodeProvider):
 
     def nodes_for_teardown(self, tag_filters: Tags) -> list[str]:
         """All hosts: `ray down` runs where the book does not tell which workers the head has started."""
+        self._tears_down = True
         hosts = [self._head] if tag_filters[TAG_RAY_NODE_KIND] == NODE_KIND_HEAD else self._workers()
         return [host for host in hosts if host not in self._given_up]
 
@@ -178,6 +180,8 @@ class HostsProvider(NodeProvider):
 
     def terminate_node(self, node_id: str) -> None:
         """Stops Ray on the host, if it can be reached, and frees it."""
+        if self._is_of_the_past(node_id):
+            return
         runner = super().get_command_runner(
             f"{node_id}: ", node_id, self.provider_config["auth"], self.cluster_name, subprocess, True
         )
@@ -194,6 +198,13 @@ class HostsProvider(NodeProvider):
         self._given_up.add(node_id)
         with self._book() as book:
             book.nodes.pop(node_id, None)
+
+    def _is_of_the_past(self, node_id: str) -> bool:
+        """Whether a node ended long ago. An autoscaler that starts anew gives up all that had ended before it: launches
+        whose host may be in use under another by now, and the head of before, on whose machine it runs itself."""
+        if node_id == self._head:
+            return not self._tears_down and self._head in _own_addresses()
+        return LAUNCH.search(node_id) is not None and not self.is_running(node_id)
 
     def terminate_nodes(self, node_ids: list[str]) -> None:
         """All at once: each takes some seconds, and one that is cut off the whole timeout."""

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 import pytest
+from doctor.wire import Wire as SlowWire
 from fake_router import FakeRouter, Refusal, Wire, text_of, whole_text, whole_tokens
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
@@ -64,6 +65,15 @@ def assert_whole(result: Result, seed: int, number: int, n: int = 1) -> None:
         assert output.token_ids == whole_tokens(seed + output.index, number)
         assert output.text == whole_text(seed + output.index, number)
         assert output.finish.reason is FinishReason.LENGTH
+
+
+async def test_a_router_at_the_end_of_a_long_wire_is_reached_at_the_first_attempt(router: FakeRouter) -> None:
+    def call(target: str) -> None:
+        with Client(target) as client:
+            client.status()
+
+    async with SlowWire(f"127.0.0.1:{router.port}", delay_s=0.3) as wire:
+        await asyncio.to_thread(call, wire.address)
 
 
 async def test_a_result_has_the_text_the_tokens_and_how_it_ended(ask: Ask) -> None:

@@ -137,6 +137,21 @@ def test_ray_is_stopped_on_a_host_that_is_given_up_and_then_it_is_free(home: Pat
     assert len(provider.create_node({}, worker("prefill"), 2)) == 2
 
 
+def test_a_launch_that_has_ended_is_given_up_again_without_harm_to_the_one_that_has_its_host_now(
+    home: Path, ran
+) -> None:
+    """As an autoscaler does that starts anew, and reads of all nodes that ever were."""
+    provider = open_provider(head_ip="127.0.0.1")
+    (ended,) = provider.create_node({}, worker("prefill"), 1)
+    provider.terminate_node(ended)
+    now = provider.create_node({}, worker("prefill"), len(PREFILL))
+    ran.clear()
+    provider.terminate_nodes([ended, "127.0.0.1"])
+    assert ran == []
+    assert set(provider.non_terminated_nodes(OF_WORKERS)) == set(now)
+    assert provider.non_terminated_nodes(OF_HEAD) == ["127.0.0.1"]
+
+
 def test_ray_down_reaches_every_host_whatever_the_book_says(home: Path, ran) -> None:
     provider = open_provider()
     provider.create_node({}, OF_HEAD, 1)

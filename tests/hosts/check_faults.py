@@ -103,7 +103,11 @@ class Disturbance:
         streams: list[Stream] = []
         async with self._hosts.client() as client:
             running = asyncio.create_task(receive_all(client, streams))
-            await until(lambda: running.done() or moment(streams), timeout_s=MOMENT_S, what="the moment to strike")
+            await until(
+                lambda: running.done() or asyncio.to_thread(moment, streams),
+                timeout_s=MOMENT_S,
+                what="the moment to strike",
+            )
             assert not running.done(), "the streams were over before the moment came"
             with Watch(self._hosts, noticed) as watch:
                 struck_at = time.monotonic()

@@ -10,7 +10,7 @@ from hosts.launcher import RayHosts, at_rest, workers
 from hosts.streams import wrong_tokens
 
 from baton.client.client import Client
-from baton.client.errors import AccessDenied
+from baton.client.errors import AccessDenied, Unavailable
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -65,5 +65,10 @@ def test_200_requests_from_another_host_get_the_tokens_of_transformers(hosts: Ra
 
 def test_who_has_no_token_is_turned_away(hosts: RayHosts) -> None:
     for token in (None, "wrong"):
-        with Client(hosts.target, token=token) as client, pytest.raises(AccessDenied):
+        with Client(hosts.target, token=token, tls=hosts.tls) as client, pytest.raises(AccessDenied):
             client.generate(token_ids=[1, 2, 3], max_tokens=1).result()
+
+
+def test_who_speaks_plain_text_is_turned_away_and_told_of_tls(hosts: RayHosts) -> None:
+    with Client(hosts.target, token="any", timeout_s=20.0) as client, pytest.raises(Unavailable, match="--tls"):
+        client.generate(token_ids=[1, 2, 3], max_tokens=1).result()

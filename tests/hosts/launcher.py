@@ -25,6 +25,7 @@ from baton.client.errors import BatonError
 from baton.client.resume import Patience
 from baton.engine.checkpoint import cache_directory
 from baton.proto import cluster_pb2 as cluster
+from baton.proto.credentials import ClientTls
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = "ctl"
@@ -74,24 +75,43 @@ class RayHosts:
         self.target = f"{bed.address(HEAD)}:{PORT}"
         self._file = bed.home(LAUNCHER) / "cluster.yaml"
         self._token = secrets.token_hex(16)
+        self._certificates = bed.home(LAUNCHER) / "certificates"
 
     # --- what clients of the cluster have to show: all of it stands here ---------------------------------------------
 
-    def _serving(self) -> dict[str, Any]:
-        """What the router is told about it."""
-        keys = self.bed.home(HEAD) / "api-keys"
-        keys.write_text(self._token + "\n")
-        return {"api_keys_file": str(keys)}
+    def _secure(self, settings: dict[str, Any]) -> None:
+        """Makes certificates and a key, and writes into the launcher's file how they come to the hosts."""
+        local, there = self._certificates, "~/.baton/certificates"
+        self.bed.run(LAUNCHER, "baton", "certs", str(local), "--host", self.bed.address(HEAD))
+        self.token_file.write_text(self._token + "\n")
+        for name in ("router.pem", "router-key.pem", "api-keys", "cluster"):
+            settings["file_mounts"][f"{there}/{name}"] = str(local / name)
+        ours = settings["metadata"]["baton"]
+        ours["router"]["api_keys_file"] = f"{there}/api-keys"
+        files = {"ca_file": "ca.pem", "cert_file": "node.pem", "key_file": "node-key.pem"}
+        ours["security"] = {
+            "require_auth": True,
+            "tls": {"cert_file": f"{there}/router.pem", "key_file": f"{there}/router-key.pem"},
+            "cluster_tls": {key: f"{there}/cluster/{name}" for key, name in files.items()},
+        }
+
+    @property
+    def token_file(self) -> Path:
+        return self._certificates / "api-keys"
+
+    @property
+    def tls(self) -> ClientTls:
+        return ClientTls(ca_file=str(self._certificates / "ca.pem"))
 
     def client(self) -> AsyncClient:
-        return AsyncClient(self.target, token=self._token, patience=Patience(give_up_s=300.0))
+        return AsyncClient(self.target, token=self._token, tls=self.tls, patience=Patience(give_up_s=300.0))
 
     def operator(self, timeout_s: float | None = 10.0) -> Client:
-        return Client(self.target, token=self._token, timeout_s=timeout_s)
+        return Client(self.target, token=self._token, tls=self.tls, timeout_s=timeout_s)
 
     def options(self) -> list[str]:
         """Those of the command line."""
-        return ["--address", self.target, "--token", self._token]
+        return ["--address", self.target, "--token-file", str(self.token_file), "--tls-ca", self.tls.ca_file]
 
     # --- the launcher's commands ------------------------------------------------------------------------------------
 
@@ -129,7 +149,8 @@ class RayHosts:
             settings["provider"]["hosts"][pool] = [bed.address(name) for name in hosts]
             settings["available_node_types"][pool] |= {"min_workers": size, "max_workers": len(hosts)}
             ours["pools"][pool]["size"] = size
-        ours["router"] |= {"host": "0.0.0.0", "port": PORT, **self._serving()}
+        ours["router"] |= {"host": "0.0.0.0", "port": PORT}
+        self._secure(settings)
         for name, section in shape.sections.items():
             ours[name] = ours.get(name, {}) | section
         return settings

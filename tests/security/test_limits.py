@@ -13,7 +13,7 @@ from google.rpc import error_details_pb2, status_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paper_model import PaperRunner, paper_output
-from port_noise import GREETING, half_open
+from port_noise import GREETING, Port, ended_streams
 from small_cluster import SmallCluster
 from web import client_of
 
@@ -29,7 +29,6 @@ from baton.router.http import server as http_server
 
 PROMPT = [index % 251 for index in range(40)]
 METHODS = ("/baton.v1.Inference/Generate", "/baton.v1.Inference/GetModel", "/grpc.health.v1.Health/Check")
-HEADERS, RST_STREAM, END_STREAM = 1, 3, 1
 KEY, OTHER = "sk-0123456789abcdef", "a-second-key-of-somebody"
 
 
@@ -208,33 +207,17 @@ async def test_who_opens_a_stream_to_a_worker_and_says_nothing_is_hung_up_on(pap
         assert (await answer(small.inference, request(PROMPT, 5))).tokens == paper_output(PROMPT, 5)
 
 
-async def ended_streams(address: str, number: int) -> int:
-    """Opens so many calls on one connection, says nothing more, and counts those that the server ends."""
-    host, port = address.rsplit(":", 1)
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(half_open(number))
-    ended: set[int] = set()
-    try:
-        while len(ended) < number:
-            head = await reader.readexactly(9)
-            await reader.readexactly(int.from_bytes(head[:3]))
-            kind, flags, stream = head[3], head[4], int.from_bytes(head[5:])
-            if kind == RST_STREAM or (kind == HEADERS and flags & END_STREAM):
-                ended.add(stream)
-    finally:
-        writer.close()
-    return len(ended)
-
-
 async def test_half_open_streams_by_the_thousand_leave_memory_flat_and_tokens_coming(paper_dir, monkeypatch) -> None:
     monkeypatch.setattr(guard, "REQUEST_S", 1.0)
     own = psutil.Process()
     async with serving(paper_dir, max_requests_at_once=128) as small:
         await answer(small.inference, request(PROMPT, 5))
         num_tasks, peaks = len(asyncio.all_tasks()), []
+        host, number = small.address.rsplit(":", 1)
+        port = Port("gRPC", host, int(number), own.pid)
         for _ in range(4):
             peak = 0
-            attack = asyncio.gather(*(ended_streams(small.address, 200) for _ in range(10)))
+            attack = asyncio.gather(*(ended_streams(port, 200) for _ in range(10)))
             while not attack.done():
                 await asyncio.wait({attack}, timeout=0.1)
                 peak = max(peak, own.memory_info().rss)

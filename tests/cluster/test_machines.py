@@ -1,9 +1,8 @@
 """Machines that come and go: `baton serve` in a Ray of several nodes, each with an address of its own.
 
-The nodes are Ray's own processes on this machine. One cluster serves the tests of this file in their order: each leaves
-it as it found it, with one prefill and two decode workers.
-
-Not a part of `make test`, to be run by name: `baton serve` does not come up yet where nodes have loopback addresses.
+The nodes are Ray's own processes on this machine; the head has the machine's address, as a driver looks for it there.
+One cluster serves the tests of this file in their order: each leaves it as it found it, with one prefill and two decode
+workers.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -91,6 +91,14 @@ def add_node(ray: Cluster, address: str, **resources: float) -> object:
     return ray.add_node(node_ip_address=address, num_cpus=4, resources=resources, object_store_memory=80 << 20)
 
 
+def free_port() -> int:
+    """One that a router can take again when it is restarted."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
 def ready(*names: str) -> Callable[[dict[str, cluster.WorkerStatus]], bool]:
     return lambda workers: set(workers) == set(names) and all(it.state == "ready" for it in workers.values())
 
@@ -109,7 +117,13 @@ def machines(tiny_model_dir, tmp_path_factory) -> Iterator[Machines]:
         "engine": {"dtype": "float32", "num_blocks": 400, "threads": 1},
         "scheduler": {"max_num_batched_tokens": 64},
         "pools": pools,
-        "router": {"port": 0, "http_port": 0, "max_retries": 8, "drain_timeout_s": 1.0, "worker_ports": "21000-21099"},
+        "router": {
+            "port": free_port(),
+            "http_port": 0,
+            "max_retries": 8,
+            "drain_timeout_s": 1.0,
+            "worker_ports": "21000-21099",
+        },
         "kvtransfer": {"checksums": "always"},
     }
     file = directory / "cluster.yaml"
@@ -120,7 +134,6 @@ def machines(tiny_model_dir, tmp_path_factory) -> Iterator[Machines]:
         ray = Cluster(
             initialize_head=True,
             head_node_args={
-                "node_ip_address": "127.0.0.1",
                 "num_cpus": 4,
                 "resources": {"router": 1, "prefill": 2},
                 "object_store_memory": 80 << 20,
@@ -188,6 +201,19 @@ def under_streams(machines: Machines, disturb: Callable[[], object]) -> None:
     machines.wait(nothing_held, timeout_s=20)
 
 
+def await_a_request_by(machines: Machines, worker_id: str, timeout_s: float = 60.0) -> None:
+    """Asks one thing after the other until that worker has answered."""
+    deadline, number = time.monotonic() + timeout_s, 0
+    with Client(machines.target, timeout_s=timeout_s) as client:
+        while True:
+            number += 1
+            # No prompt is a known one's, so that none prefers the worker that knows it.
+            prompt = [number % 251, *range(1, 40)]
+            if client.generate(token_ids=prompt, max_tokens=2).result().finish.decode_worker == worker_id:
+                return
+            assert time.monotonic() < deadline, (machines.workers(), machines.lines)
+
+
 def nothing_held(workers: dict[str, cluster.WorkerStatus]) -> bool:
     loads = [worker.load for worker in workers.values()]
     return not any(load.held_blocks or load.lent_blocks or load.quarantined_blocks for load in loads) and not any(
@@ -202,9 +228,11 @@ def test_a_node_that_joins_later_gets_its_worker_and_until_then_the_status_tells
 
     assert machines.wait(lambda workers: told(workers)) == "no machine has room for 0.1 CPU, 1 decode"
     machines.add("127.0.0.3", decode=1)
+    await_a_request_by(machines, "decode-1")
     machines.wait(ready("prefill-0", "decode-0", "decode-1"))
     workers = machines.workers()
-    assert {worker.host for worker in workers.values()} == {"127.0.0.1", "127.0.0.2", "127.0.0.3"}
+    head = machines.ray.head_node.node_ip_address
+    assert {worker.host for worker in workers.values()} == {head, "127.0.0.2", "127.0.0.3"}
     # Each machine has its own range of ports; here they are one machine's, with an address for each node.
     assert all(21000 <= int(worker.address.rpartition(":")[2]) <= 21099 for worker in workers.values())
 
