@@ -1,6 +1,6 @@
 """Speed and memory of the simulator: simulated requests a second of CPU time, and resident memory against their number.
 
-    python benchmarks/simulator_speed.py [--requests 10000,50000,100000] [--large 20000] [--json OUT]
+    python benchmarks/simulator_speed.py [--requests 10000,50000,100000] [--large 20000] [--halves 100000] [--json OUT]
 
 Workload `chat`, the estimate for Llama 3 8B on H100s. 4P4D and eight co-located workers at 60 % and at 95 % of what
 four such prefill workers can do, then as many requests as asked for at 80 %, then 64P64D at 80 %. Each row is a process
@@ -25,6 +25,7 @@ from baton.capacity.cluster import ClusterSetup, PoolSetup
 from baton.capacity.outcome import End, RequestOutcome
 from baton.capacity.presets import estimate, preset
 from baton.capacity.simulate import simulate
+from baton.capacity.simulation import large_pages
 from baton.proto.messages import Role
 from baton.router.config import RouterSettings
 
@@ -73,6 +74,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", default="10000,50000,100000")
     parser.add_argument("--large", type=int, default=20_000, help="requests to 64P64D; 0 leaves it out")
+    parser.add_argument(
+        "--halves", type=int, default=100_000, help="requests in two processes at once; 0: leave it out"
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     arguments = parser.parse_args()
     four, eight = cluster(4, 4), cluster(0, 0, 8)
@@ -81,12 +85,21 @@ def main() -> int:
     plan += [(four, full * 0.8, int(number)) for number in arguments.requests.split(",")]
     if arguments.large:
         plan.append((cluster(64, 64), full * 16 * 0.8, arguments.large))
+    rows = []
+    if arguments.halves:
+        halves = [(four, full * 0.8, arguments.halves // 2)] * 2
+        began = time.monotonic()
+        with large_pages(), multiprocessing.get_context("spawn").Pool(2) as processes:
+            processes.starmap(measure, halves)
+        print(
+            f"{arguments.halves} requests to 4P4D in two processes at once: {time.monotonic() - began:.0f} s",
+            flush=True,
+        )
     print("| cluster | requests | offered/s | CPU s | requests per CPU s | simulated s | peak RSS MiB | not finished |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
-    rows = []
     for work in plan:
         # A process for each row, started afresh: peak memory is what this row has needed.
-        with multiprocessing.get_context("spawn").Pool(1) as process:
+        with large_pages(), multiprocessing.get_context("spawn").Pool(1) as process:
             row = process.apply(measure, work)
         rows.append(row)
         print(

@@ -32,11 +32,27 @@ class Simulated:
         return recorder.summary(run)
 
 
+_LARGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
+
+@contextmanager
+def large_pages() -> Iterator[None]:
+    """Processes that begin meanwhile keep objects in large pages, where the kernel grants them. Pools and indexes have
+    tens of thousands of blocks and are read all over; to find their pages takes a good part of a simulation's time."""
+    added = [name for name in _LARGE_PAGES if name not in os.environ]
+    os.environ |= {name: _LARGE_PAGES[name] for name in added}
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
 @contextmanager
 def simulation(cost: CostModel, jobs: int | None = None) -> Iterator[Backend]:
     """As many processes as cores, or `jobs`; started afresh, as a fork would copy locks of threads."""
     number = jobs or len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(number, get_context("spawn")) as executor:
+    with large_pages(), ProcessPoolExecutor(number, get_context("spawn")) as executor:
         try:
             yield Backend("simulate", Simulated(cost), executor, to_plain(cost), number)
         finally:

@@ -53,6 +53,7 @@ NOT_ON_A_VIRTUAL_CLOCK = {"torch", "numpy", "time", "ray", "grpc", "aiohttp"}
 RUN_BY_CAPACITY = {"router", "kvtransfer"}  # what it reaches of these runs on a virtual clock
 ENVIRONMENT_USERS = {
     "client/access.py",  # a client's token, which may not stand on a command line
+    "capacity/simulation.py",  # how processes that simulate keep their objects
     "engine/checkpoint.py",  # where the cache directory is
     "kvtransfer/lane.py",  # what NCCL and torch read when a group opens
     "kvtransfer/nixl_agent.py",  # what UCX and NIXL read when they are loaded
