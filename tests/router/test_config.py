@@ -370,10 +370,13 @@ def test_the_files_own_configuration_is_one_pair_with_the_demo_model_on_cpu() ->
     assert config.router == RouterSettings()
     assert config.transfer == TransferSettings()
     # On a CPU steps of few tokens compute as fast, and others wait for their end.
-    assert config.pools[0].scheduler.max_num_batched_tokens == 512
-    said = replace(config.pools[0].scheduler, max_num_batched_tokens=2048)
-    pools = (replace(config.pools[0], scheduler=said), config.pools[1])
-    expected = [replace(pool, engine=replace(pool.engine, kv_cache_gib=1.0), resource="") for pool in pools]
+    assert {pool.scheduler.max_num_batched_tokens for pool in config.pools} == {512}
+    as_by_default = SchedulerSettings()
+    expected = [
+        replace(pool, engine=replace(pool.engine, kv_cache_gib=1.0), scheduler=as_by_default, resource="")
+        for pool in config.pools
+    ]
+    assert [replace(pool.scheduler, max_num_batched_tokens=2048) for pool in config.pools] == [as_by_default] * 2
     assert [pool.resource for pool in config.pools] == ["prefill", "decode"]
     assert expected == list(defaults().pools)
 
