@@ -58,9 +58,11 @@ class Shape:
 def bed_of(shape: Shape) -> Iterator[Bed]:
     """The hosts of a shape, one that launches and one that asks; the caller speaks from the network of the latter."""
     # Models and kernels that this machine has made already need not be made again on every host.
-    variables = {"PYTHONPATH": str(ROOT / "src"), "BATON_CACHE": str(cache_directory())}
+    cache = cache_directory()
+    cache.mkdir(parents=True, exist_ok=True)
+    variables = {"PYTHONPATH": str(ROOT / "src"), "BATON_CACHE": str(cache)}
     with (
-        Bed([LAUNCHER, CLIENT, *shape.hosts()], shared=[shape.model], variables=variables) as bed,
+        Bed([LAUNCHER, CLIENT, *shape.hosts()], shared=[shape.model, ROOT, cache], variables=variables) as bed,
         bed.network_of(CLIENT),
     ):
         yield bed
