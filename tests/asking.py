@@ -1,8 +1,9 @@
-"""How tests ask a cluster for tokens, and wait for things to happen."""
+"""How tests ask a cluster for tokens, wait for things to happen, and find a port."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -62,3 +63,10 @@ async def until(condition: Callable[[], object], timeout_s: float = 10.0, what: 
             return value
         assert asyncio.get_running_loop().time() < deadline, f"{what} did not come within {timeout_s} s"
         await asyncio.sleep(0.002)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

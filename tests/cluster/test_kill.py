@@ -9,14 +9,13 @@ import asyncio
 import os
 import secrets
 import signal
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
 
 import grpc
 import pytest
-from asking import until
+from asking import free_port, until
 
 from baton.client.client import AsyncClient
 from baton.proto.settings import EngineSettings, SchedulerSettings, TransferSettings
@@ -28,12 +27,6 @@ ROUNDS = int(os.environ.get("BATON_KILL_ROUNDS", "1"))
 NUM_STREAMS = 10
 NUM_TOKENS = 150
 BACK_WITHIN_S = 20.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

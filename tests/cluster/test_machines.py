@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +22,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from asking import until
+from asking import free_port, until
 from ray.cluster_utils import Cluster
 
 from baton.client.client import AsyncClient, Client
@@ -89,14 +88,6 @@ class Machines:
 
 def add_node(ray: Cluster, address: str, **resources: float) -> object:
     return ray.add_node(node_ip_address=address, num_cpus=4, resources=resources, object_store_memory=80 << 20)
-
-
-def free_port() -> int:
-    """One that a router can take again when it is restarted."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def ready(*names: str) -> Callable[[dict[str, cluster.WorkerStatus]], bool]:
