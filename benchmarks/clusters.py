@@ -25,10 +25,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from baton.client.client import Client
 from baton.engine.checkpoint import resolve_model
 from baton.fleet.launch import close_ray, open_ray, start_router
+from baton.fleet.worker import FACTORIES
 from baton.proto import cluster_pb2 as cluster
 from baton.proto.messages import Role
 from baton.proto.settings import EngineSettings, SchedulerSettings
-from baton.router.__main__ import FACTORIES
 from baton.router.config import ClusterConfig, defaults
 from baton.router.server import Addresses
 

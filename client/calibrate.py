@@ -41,11 +41,12 @@ from baton.client.servers import GrpcServer
 from baton.engine.checkpoint import CheckpointError
 from baton.fleet.fleet import FleetError
 from baton.fleet.launch import close_ray, open_ray, start_router
+from baton.fleet.worker import FACTORIES
 from baton.proto import cluster_pb2 as cluster
 from baton.proto import step_log
 from baton.proto.messages import Role
 from baton.proto.step_log import StepLogError
-from baton.router.__main__ import FACTORIES, StartError, check, sharing_cores, with_absolute_paths
+from baton.router.__main__ import StartError, check, sharing_cores, with_absolute_paths
 from baton.router.config import ClusterConfig
 
 REQUEST_TIMEOUT_S = 300.0

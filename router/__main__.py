@@ -11,7 +11,6 @@ whatever becomes of this process, which waits for machines as long as it takes, 
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import math
 import os
 import signal
@@ -19,12 +18,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import UTC, datetime
-from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -34,7 +31,6 @@ import psutil
 from baton.engine.checkpoint import CheckpointError, resolve_model
 from baton.engine.models.config import UnsupportedModel, read_config
 from baton.engine.split import split
-from baton.fleet.actors import StartRank, Worker, WorkerFactory
 from baton.fleet.fleet import FleetError
 from baton.fleet.launch import (
     RouterHandle,
@@ -46,57 +42,15 @@ from baton.fleet.launch import (
     open_ray,
     start_router,
 )
+from baton.fleet.worker import FACTORIES
 from baton.proto.credentials import CredentialsError
-from baton.proto.messages import Role
-from baton.proto.settings import ClusterTlsSettings, RankSettings, TlsSettings, WorkerSettings
+from baton.proto.settings import ClusterTlsSettings, TlsSettings
 from baton.router.certificates import check_certificates
 from baton.router.config import ClusterConfig, PoolConfig
 from baton.router.exposure import openings
 from baton.router.keys import KeysError, read_keys
 
-Failed = Callable[[BaseException], None]
 Files = TypeVar("Files", TlsSettings, ClusterTlsSettings)
-
-# The launcher and the router hold these functions and never call them. Their imports stand inside, so that torch, 1.5 s
-# and 200 MiB for each process, is loaded by workers alone.
-
-
-def worker(settings: WorkerSettings, failed: Failed, start_rank: StartRank) -> Worker:
-    from baton.decode_worker.duty import DecodeDuty
-    from baton.engine import roles
-    from baton.engine.parallel import open_ranks
-    from baton.engine.runner import Runner
-    from baton.engine.worker import DutyFactory
-    from baton.kvtransfer.connector import KvPool
-    from baton.kvtransfer.sharded import open_sharded
-    from baton.prefill_worker.duty import PrefillDuty
-
-    ranks = open_ranks(settings.engine, partial(start_rank, further_rank, settings), failed)
-    runner = Runner(settings.engine, ranks)
-    connector = open_sharded(settings.transfer, ranks.side_lines if ranks is not None else (), failed)
-    address = connector.attach(KvPool(runner.kv, runner.geometry))
-    lends = partial(PrefillDuty, connector=connector, address=address)
-    pulls = partial(DecodeDuty, connector=connector, pull_ids=itertools.count(1))
-    duties: dict[Role, DutyFactory] = {Role.PREFILL: lends, Role.DECODE: pulls, Role.COLOCATED: pulls}
-    return roles.Worker(settings, runner, connector, duties, failed)
-
-
-def further_rank(settings: WorkerSettings, place: RankSettings) -> None:
-    """What a process does that holds a part of a worker's model and of its KV, and is not rank 0."""
-    from baton.engine.parallel import follow
-    from baton.engine.part import ModelPart
-    from baton.kvtransfer.connector import KvPool, open_connector
-    from baton.kvtransfer.sharded import serve
-
-    def hand_off(part: ModelPart, line: Connection) -> None:
-        serve(line, open_connector(settings.transfer), KvPool(part.kv, part.geometry, part.first_kv_head))
-
-    follow(settings.engine, place, hand_off)
-
-
-# Whatever it begins as, a process can take any role later.
-FACTORIES: dict[Role, WorkerFactory] = dict.fromkeys(Role, worker)
-
 
 JOIN_S = 1.0
 LOOK_S = 5.0

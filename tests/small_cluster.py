@@ -70,7 +70,7 @@ class Seat:
 
 
 def make_worker(settings: WorkerSettings, runner: ModelRunner, failed: Callable[[BaseException], None]) -> Worker:
-    """As `router.__main__` does it, which loads Ray."""
+    """As `fleet.worker` does it, which loads Ray."""
     connector = open_sharded(settings.transfer, (), failed)
     lends = partial(PrefillDuty, connector=connector, address=connector.attach(KvPool(runner.kv, runner.geometry)))
     pulls = partial(DecodeDuty, connector=connector, pull_ids=itertools.count(1))

@@ -39,6 +39,7 @@ COMPOSITION = {
     "client/demo.py",
     "client/doctor.py",
     "client/live.py",
+    "fleet/worker.py",
     "router/__main__.py",
 }
 ONE_PLACE = {  # a package that is imported in one file or folder only, tests apart

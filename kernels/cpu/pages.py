@@ -21,7 +21,7 @@ import torch
 _LINE = 64
 _LARGE_PAGE = 2 << 20
 _AREA = 64 << 20  # what is not used of one takes no memory
-_SLICE = 16 << 20
+_SLICE = 2 << 20  # meanwhile nothing else of the process can map memory, as loading libraries does
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 _LOWEST = 19
 

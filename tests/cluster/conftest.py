@@ -14,9 +14,9 @@ import grpc
 import pytest
 
 from baton.fleet.launch import RouterHandle, close_ray, open_ray, start_router
+from baton.fleet.worker import FACTORIES
 from baton.proto import cluster_pb2 as cluster
 from baton.proto import cluster_pb2_grpc, inference_pb2_grpc
-from baton.router.__main__ import FACTORIES
 from baton.router.config import ClusterConfig
 
 _numbers = itertools.count(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
@@ -23,6 +23,7 @@ NUM_LOOPS, NUM_TOKENS = 6, 40
 PAUSE_S = 0.5
 """Between two requests of a loop: the host that joins has to start Ray on the cores that all hosts share."""
 GROWN_S, LEFT_S = 300.0, 240.0
+LOOK_S = 0.1
 TRAFFIC_S = 10.0
 """For a worker that is ready to finish its first request."""
 
@@ -76,7 +77,7 @@ def test_a_host_that_joins_takes_traffic_and_one_that_is_drained_leaves(
             (spare,) = set(hosts.shape.decode) - set(before.values())
             scaling = asyncio.create_task(scale(hosts, 3))
             await seen(lambda: hosts.raylet(spare), GROWN_S, f"Ray on {spare}")
-            joined_at = time.monotonic()
+            began = time.monotonic()
             await scaling
             grown = await seen(lambda: len(found := decode_hosts(hosts)) == 3 and found, GROWN_S, "a third worker")
             ready_at = time.monotonic()
@@ -87,8 +88,12 @@ def test_a_host_that_joins_takes_traffic_and_one_that_is_drained_leaves(
                 timeout_s=TRAFFIC_S,
                 what="a request that the new worker finished",
             )
-            table.note("a host joins", "its worker is ready", ready_at - joined_at)
-            table.note("a host joins", "its first request is finished", answers.finished_by[new] - joined_at)
+            served_at = answers.finished_by[new]
+            # Ray's clock is the wall's, to the millisecond.
+            joined_at = await asyncio.to_thread(hosts.joined_at, spare) - time.time() + time.monotonic()
+            table.note("a host joins", "it is a node of Ray's", joined_at - began)
+            table.note("a host joins", "from then: its worker is ready", ready_at - joined_at)
+            table.note("a host joins", "from then: its first request is finished", served_at - joined_at)
 
             going, leaving = min(before.items())
             began = time.monotonic()
@@ -115,9 +120,9 @@ async def scale(hosts: RayHosts, size: int) -> None:
 
 
 async def seen(condition: Callable[[], object], timeout_s: float, what: str) -> object:
-    """Waits for something that takes some milliseconds to look at."""
-
-    def look() -> Awaitable[object]:
-        return asyncio.to_thread(condition)
-
-    return await until(look, timeout_s=timeout_s, what=what)
+    """Waits for something that takes some milliseconds to look at, of cores that all hosts share."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := await asyncio.to_thread(condition)):
+        assert time.monotonic() < deadline, f"{what} did not come within {timeout_s} s"
+        await asyncio.sleep(LOOK_S)
+    return value

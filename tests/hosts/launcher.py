@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,13 @@ class RayHosts:
         """The process by which a host is a node of Ray's; its id on the machine."""
         processes = self.bed.processes(host)
         return next((pid for pid, line in processes.items() if line.split()[0].endswith("/raylet")), None)
+
+    def joined_at(self, host: str) -> float:
+        """When a host that lives became a node of Ray's, in seconds since 1970."""
+        words = "env RAY_AUTH_MODE=token ray list nodes --detail --format json --filter state=ALIVE"
+        listed = self.bed.run(HEAD, *words.split())
+        (node,) = (node for node in json.loads(listed.stdout) if node["node_ip"] == self.bed.address(host))
+        return datetime.fromisoformat(node["start_time_ms"]).timestamp()  # in the time of this place
 
     # --- what it does -----------------------------------------------------------------------------------------------
 
