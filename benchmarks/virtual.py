@@ -162,7 +162,9 @@ class _Front:
 
     def __init__(self, setup: Setup, number: int) -> None:
         self.book = LoadBook(setup.credit_steps, setup.routers)
-        settings = replace(RouterSettings(), max_queued_requests=1 << 30, max_queued_tokens=1 << 40)
+        settings = replace(
+            RouterSettings(), max_queued_requests=1 << 30, max_queued_tokens=1 << 40, short_output_tokens=0
+        )
         policy = load_policy(setup.policy, Random(1 + number))
         self.queue = DispatchQueue(self.book, PrefixIndex(), policy, settings, 0.0)
 

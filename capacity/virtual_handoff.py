@@ -187,6 +187,8 @@ class Lender:
         self._early: dict[str, _Early] = {}
 
     def accepted(self, sequence: Sequence) -> None:
+        if sequence.leg is not Leg.PREFILL:
+            return
         now = self._loop.time()
         self._table.open(sequence.sequence_id, now)
         early = self._early.pop(sequence.sequence_id, None)

@@ -84,10 +84,11 @@ def new_incarnation() -> str:
 
 
 # The parts of a request that a worker runs, by its role. A prefill worker's sequences never grow, so none is ever set
-# back while a decode worker waits for it. A decode worker takes a whole request only if it has the prompt's KV already;
-# its scheduler sees to that.
+# back while a decode worker waits for it: a whole request, of which routers send those with short outputs, has blocks
+# for all of its output from the beginning. A decode worker takes a whole request only if it has the prompt's KV
+# already. Their schedulers see to both.
 _LEGS = {
-    Role.PREFILL: frozenset({Leg.PREFILL}),
+    Role.PREFILL: frozenset({Leg.PREFILL, Leg.WHOLE}),
     Role.DECODE: frozenset({Leg.DECODE, Leg.WHOLE}),
     Role.COLOCATED: frozenset({Leg.WHOLE}),
 }

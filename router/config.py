@@ -63,9 +63,11 @@ class RouterSettings:
     `max_requests_per_s`, `max_requests_at_once`: of one client, which is a key's owner, or an address where no keys
     are; 0 requests a second is no limit. `max_request_tokens`: prompt and output together, 0 is what the model and the
     pools allow. `max_header_kib`: of one request. `cors_origins`: sites whose pages may call, by commas.
-    `binding`: whether the decode worker is chosen with the prefill worker or when the prompt
-    is computed. `credit_steps`: prompt tokens that a worker may hold uncomputed, in multiples of its
-    `max_num_batched_tokens`. `no_worker_grace_s`: how long a request waits for a role of which no worker is there.
+    `binding`: whether the decode worker is chosen with the prefill worker or when the prompt is computed.
+    `short_output_tokens`: outputs that end after so many are generated where their prompt is computed, if nothing else
+    waits there: to move its KV would take longer; 0 moves all. `credit_steps`: prompt tokens that a worker may hold
+    uncomputed, in multiples of its `max_num_batched_tokens`. `no_worker_grace_s`: how long a request waits for a role
+    of which no worker is there.
     `handoff_timeout_s`: from the first token to the first one of the decode worker. `drain_timeout_s`: how long running
     requests may go on when their worker or the router is to stop.
     `ready_with`: whether it serves when `all` workers do or when `some` do that can serve a request; `auto` is all on a
@@ -89,6 +91,7 @@ class RouterSettings:
     binding: str = one_of("early", ("early", "late"))
     max_queued_requests: int = bounded(1024, minimum=1)
     max_queued_tokens: int = bounded(4_194_304, minimum=1)
+    short_output_tokens: int = bounded(4, minimum=0, maximum=1024)
     credit_steps: float = bounded(2.0, minimum=0.1, maximum=1000.0)
     max_retries: int = bounded(5, minimum=0, maximum=100)
     request_timeout_s: float = bounded(600.0, minimum=0.1)

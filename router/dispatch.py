@@ -23,7 +23,16 @@ from enum import StrEnum
 from baton.proto.messages import Role
 from baton.router.config import RouterSettings
 from baton.router.load import LoadBook
-from baton.router.placement import Candidate, Placement, PlacementPolicy, PlacementQuery, WorkerView, can_serve, fork_at
+from baton.router.placement import (
+    Candidate,
+    Placement,
+    PlacementPolicy,
+    PlacementQuery,
+    WorkerView,
+    can_serve,
+    fork_at,
+    may_stay,
+)
 from baton.router.prefix_index import PrefixIndex
 from baton.router.standstill import SINKS, SOURCES, Standstill, lacking
 
@@ -306,6 +315,9 @@ class DispatchQueue:
             else:
                 placement = self._policy.choose(query, prefill, decode)
             roles = lacking(query, prefill, decode) if placement is None else SOURCES
+            if placement is not None and placement.prefill is not None:
+                source, limit = views[placement.prefill], self._settings.short_output_tokens
+                placement = placement.stays() if may_stay(query, source, limit) else placement
         if placement is None:
             self._standstills[ticket.stage] = Standstill(ticket.number, roles, views)
         return placement

@@ -143,6 +143,10 @@ class Placement:
             uncached_tokens=source.uncached_tokens,
         )
 
+    def stays(self) -> Placement:
+        """The same, with the output generated where the prompt is computed."""
+        return Placement(whole=self.prefill, reason="short output", uncached_tokens=self.uncached_tokens)
+
     def legs(self) -> list[PlacedLeg]:
         chosen = ((Leg.PREFILL, self.prefill), (Leg.DECODE, self.decode), (Leg.WHOLE, self.whole))
         return [PlacedLeg(leg, worker_id) for leg, worker_id in chosen if worker_id is not None]
@@ -200,6 +204,14 @@ def fork_at(query: PlacementQuery, candidate: Candidate) -> Placement | None:
         return None
     shared = query.num_tokens - uncached
     return Placement(whole=view.worker_id, reason="fork", uncached_tokens=uncached, shared_tokens=shared)
+
+
+def may_stay(query: PlacementQuery, source: WorkerView, short_output_tokens: int) -> bool:
+    """Whether a prefill worker generates a short output itself: its few steps are over before KV would have moved, if
+    no prompt of another shares them."""
+    if not 1 < query.max_new_tokens <= short_output_tokens:
+        return False
+    return not source.queued_tokens and query.expected_tokens <= source.free_kv_tokens
 
 
 @dataclass(frozen=True, slots=True)

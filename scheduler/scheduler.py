@@ -490,14 +490,17 @@ class Scheduler:
     def _hold_blocks(self, sequence: Sequence, receives: bool) -> bool:
         """Gives a sequence blocks for all its known tokens and one to come, the prefix cache's first; False if short.
 
+        On a prefill worker nothing grows: a whole request gets blocks for all tokens that it may have.
         A receiving sequence needs no logits, so it may find all its full blocks; others compute their last token.
         """
         pool, length = self.pool, len(sequence.token_ids)
-        grows = sequence.leg is not Leg.PREFILL
+        prefills = self.config.role is Role.PREFILL
+        grows = sequence.leg is not Leg.PREFILL and not prefills
         num_reusable = (length if receives else length - 1) // self._block_size
         looks_up = self._looks_up(sequence)
         hits = pool.match(self._hashes(sequence)[:num_reusable]) if looks_up else []
-        num_fresh = self._num_blocks_for(length + 1 if grows else length) - len(hits)
+        most = sequence.max_total_tokens if prefills and sequence.leg is not Leg.PREFILL else length + grows
+        num_fresh = self._num_blocks_for(most) - len(hits)
         low_water = LOW_WATER_BLOCKS * (len(self._running) + self._num_receiving) if grows else 0
         if num_fresh + pool.count_cached(hits) + low_water > pool.num_available:
             return False

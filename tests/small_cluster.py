@@ -90,6 +90,7 @@ class SmallCluster:
     transfer: TransferSettings = field(default_factory=lambda: TransferSettings(connector="local", checksums="always"))
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     router_settings: RouterSettings = field(default_factory=lambda: RouterSettings(port=0))
+    short_output_tokens: int = 0  # most tests are about hand-offs, however short the output
     block_size: int = 16
     observability: ObservabilitySettings = field(default_factory=ObservabilitySettings)
     security: SecuritySettings = field(default_factory=SecuritySettings)
@@ -102,7 +103,7 @@ class SmallCluster:
             replace(pool, engine=replace(pool.engine, block_size=self.block_size), scheduler=self.scheduler)
             for pool in config.pools
         )
-        settings = replace(self.router_settings, http_port=0)
+        settings = replace(self.router_settings, http_port=0, short_output_tokens=self.short_output_tokens)
         config = ClusterConfig("paper", pools, settings, self.transfer, self.observability, self.security)
         self.router = Router(config, Tokenizer(self.model_dir))
         self.seats: dict[str, Seat] = {}

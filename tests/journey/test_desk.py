@@ -60,7 +60,6 @@ async def run(seat, asked: Request) -> list:
         ("prefill-0", leg("x", Leg.PREFILL, (1, VOCAB_SIZE))),
         ("prefill-0", leg("x", Leg.PREFILL, (-1, 1))),
         ("prefill-0", leg("x", Leg.PREFILL, ())),
-        ("prefill-0", leg("x", Leg.WHOLE)),
         ("prefill-0", leg("x", Leg.PREFILL, sampling=replace(SAMPLING, prompt_logprobs=VOCAB_SIZE + 1))),
         ("prefill-0", leg("x", Leg.PREFILL, sampling=replace(SAMPLING, max_tokens=0))),
         ("decode-0", leg("x", Leg.PREFILL)),

@@ -119,6 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(planned) == len(step.chunks)
         assert not planned & set(step.preempted)
         assert not step.preempted or planned <= running_before
+        assert not step.preempted or self.scheduler.config.role is not Role.PREFILL
         assert all(sequence.state is State.RECEIVING for sequence in step.reserved)
         assert not any(chunk.num_tokens < 1 for chunk in step.chunks)
         if step.chunks:
