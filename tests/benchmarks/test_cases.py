@@ -73,11 +73,13 @@ def test_figures_of_a_report_are_in_their_units() -> None:
     assert figures["goodput"] == 0  # 100 ms a token is more than the objective
 
 
-def test_a_server_that_answers_as_fast_as_it_is_asked_keeps_up_and_a_slow_one_does_not() -> None:
+def test_beyond_a_server_that_answers_as_fast_as_it_is_asked_there_is_no_room_and_beyond_a_slow_one_there_is() -> None:
     tokens = next(metric for metric in METRICS if metric.name == "tokens")
-    assert tokens.keeps_up(report([[0.1, 0.12]] * 50))
-    assert not tokens.keeps_up(report([[0.1 + at, 0.12 + at] for at in range(50)]))
-    assert not tokens.keeps_up(report([[0.1, 0.12]] * 50, rate_s=0.0))
+    assert tokens.room(report([[0.1, 0.12]] * 50)) == pytest.approx(1.0, abs=0.05)
+    assert tokens.room(report([[0.1 + at, 0.12 + at] for at in range(50)])) == pytest.approx(2.0, abs=0.05)
+    assert tokens.room(report([[0.1, 0.12]] * 50, rate_s=0.0)) == math.inf
+    latency = next(metric for metric in METRICS if metric.name == "TTFT p50")
+    assert latency.room(report([[0.1, 0.12]] * 50)) == math.inf
 
 
 def test_no_prompt_of_any_round_and_load_begins_like_another() -> None:
