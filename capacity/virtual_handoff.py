@@ -201,6 +201,11 @@ class Lender:
         if revoked is not None:
             self._send_revoked(revoked[0], sequence.sequence_id, revoked[1], "")
 
+    def reserved(self, sequence: Sequence) -> None:
+        told = self._table.begin(sequence.sequence_id, self._loop.time())
+        if told is not None:
+            self._send_notice(*told)
+
     def progressed(self, sequence: Sequence, num_tokens: int) -> None:
         self._publish(sequence, num_tokens, final=False, next_token=0)
 

@@ -320,9 +320,10 @@ class VirtualWorker:
                 self._gaps.leave(sequence)
                 if self._lender is not None:
                     self._lender.preempted(sequence)
-            if self._receiver is not None:
+            side = self._lender or self._receiver
+            if side is not None:
                 for sequence in step.reserved:
-                    self._receiver.reserved(sequence)
+                    side.reserved(sequence)
             nothing = not (step.num_tokens or step.preempted or step.reserved)
             if self._listener is not None and not nothing:
                 self._listener(self.description.worker_id, step, now)

@@ -47,7 +47,8 @@ class HandoffSide(Protocol):
         ...
 
     def reserved(self, sequence: Sequence) -> None:
-        """It holds blocks for its whole prompt, of which the first `num_computed_tokens` tokens have KV."""
+        """A leg with a hand-off has got blocks for its whole prompt. A decode leg has KV for the first
+        `num_computed_tokens` tokens, a prefill leg is in the step that comes now."""
         ...
 
     def progressed(self, sequence: Sequence, num_tokens: int) -> None:

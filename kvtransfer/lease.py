@@ -10,7 +10,7 @@ an argument, notices go out as values, and the caller serialises the calls.
              at any moment: close, drop_watcher ---> (none)      LENT: expire ---> (none)
 
 A watcher may subscribe in either state, before or after the first publish: it gets all that was published so far in one
-notice, and from then on what is new.
+notice, and from then on what is new. `begin` gives it a notice of no tokens: time to find blocks for those that come.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class _Lease:
     sequence_id: str
     epoch: int = 1
     watcher: str = ""
+    begun: bool = False
     num_tokens: int = 0
     block_ids: tuple[int, ...] = ()
     final: bool = False
@@ -86,7 +87,7 @@ class LeaseTable:
     def subscribe(self, sequence_id: str, watcher: str, now: float) -> ChunkNotice | UnknownLease | LeaseTaken | None:
         """Makes `watcher` the one that is told of the sequence; returns all that the current epoch has published.
 
-        None if nothing is published yet. The same watcher may subscribe again and gets the whole again.
+        None if it has not begun. The same watcher may subscribe again and gets the whole again.
         """
         lease = self._leases.get(sequence_id)
         if lease is None:
@@ -97,7 +98,19 @@ class LeaseTable:
             return LeaseTaken(sequence_id, lease.watcher)
         lease.watcher = watcher
         lease.renewed_at = max(lease.renewed_at, now)
-        return self._notice(lease, first_block=0, now=now) if lease.num_tokens else None
+        return self._notice(lease, first_block=0, now=now) if lease.begun or lease.num_tokens else None
+
+    def begin(self, sequence_id: str, now: float) -> tuple[str, ChunkNotice] | None:
+        """The sequence has its blocks, and its computation begins: KV will follow in this epoch.
+
+        Returns the watcher and a notice of what is published, of no token as a rule; None if nobody watches yet, which
+        loses nothing, or if there is no lease, as that of a watcher that has just gone.
+        """
+        lease = self._leases.get(sequence_id)
+        if lease is None:
+            return None
+        lease.begun = True
+        return (lease.watcher, self._notice(lease, first_block=0, now=now)) if lease.watcher else None
 
     def publish(
         self, sequence_id: str, num_tokens: int, block_ids: Sequence[int], final: bool, next_token: int, now: float

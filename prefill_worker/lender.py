@@ -3,7 +3,7 @@
 Owns: the lease table and its lock, the watchers' outboxes, the rule that a lease is void before its blocks change.
 Refuses to know: how bytes move, and what a sequence computes.
 
-    step loop:   accepted -> progressed* -> exported -> (release) ended
+    step loop:   accepted -> progressed* -> exported -> (release) ended     (and reserved: begin)
                      |           | publish     | publish final
                      v           v             v
     lease table (lock) --ChunkNotice--> watcher's outbox --> decode worker
@@ -100,7 +100,11 @@ class Lender:
         self._connector.release(sequence.sequence_id)
 
     def reserved(self, sequence: Sequence) -> None:
-        """Prefill legs reserve nothing ahead of their steps."""
+        """Its computation begins: whoever waits for its KV may look for blocks while it lasts."""
+        with self._lock:
+            told = self._table.begin(sequence.sequence_id, self._clock())
+            if told is not None:
+                self._post_notice(*told)
 
     def progressed(self, sequence: Sequence, num_tokens: int) -> None:
         self._publish(sequence, num_tokens, final=False, next_token=0)
@@ -134,7 +138,7 @@ class Lender:
     def _post_notice(self, watcher: str, notice: ChunkNotice) -> None:
         link = self._watchers.get(watcher)
         if link is not None:
-            checksum = self._connector.export(notice.sequence_id, notice.block_ids)
+            checksum = self._connector.export(notice.sequence_id, notice.block_ids) if notice.block_ids else 0
             link.post(wire.LenderMessage(notice=replace(notice, checksum=checksum).to_wire()))
 
     def _post_revoked(self, watcher: str, sequence_id: str, epoch: int, gone: bool, reason: str) -> None:

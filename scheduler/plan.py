@@ -48,7 +48,7 @@ class Step:
     nobody writes to it.
 
     `preempted` lost their blocks in this plan: whoever lent them must revoke the lease before the step runs.
-    `reserved` are decode-side sequences that now hold blocks for a hand-off and may start to pull.
+    `reserved` have got blocks for a hand-off: decode legs, which may start to pull, and prefill legs, which begin.
     `skipped` run and get nothing in this step, for want of budget or blocks.
     `num_in_stride` further sequences get one token each and are not among the chunks (`scheduler.stride`, simulations
     only); `stride_context_tokens` is the context of those, their own tokens included.

@@ -137,7 +137,7 @@ class Scheduler:
         return sequence
 
     def announce(self, sequence_id: str) -> bool:
-        """The source of an EXPECTED sequence has KV for it: it may wait for blocks now. False if it is not EXPECTED."""
+        """The source of an EXPECTED sequence computes it: it may wait for blocks now. False if it is not EXPECTED."""
         sequence = self._sequences.get(sequence_id)
         if sequence is None or sequence.state is not State.EXPECTED:
             return False
@@ -440,6 +440,8 @@ class Scheduler:
             chunks.append(Chunk(sequence, start, end - start, end == length))
             if self.config.plans_ahead and end == length:
                 self._look_ahead(sequence, length)
+            if sequence.leg is Leg.PREFILL:
+                reserved.append(sequence)
             self._start_running(sequence)
             self._running_context_tokens += start
             self._count_prompt_tokens(sequence, start, end)

@@ -21,7 +21,7 @@ from baton.proto.messages import FinishReason, Leg, Request, Sampling
 
 
 class State(Enum):
-    EXPECTED = "expected"  # decode leg: the source has not announced any KV yet
+    EXPECTED = "expected"  # decode leg: the source has not begun to compute its prompt
     WAITING = "waiting"  # wants blocks
     RECEIVING = "receiving"  # decode leg: holds blocks, its KV is being pulled into them
     LANDED = "landed"  # decode leg: holds blocks with all of the KV, wants its first step

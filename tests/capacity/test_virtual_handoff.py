@@ -92,6 +92,18 @@ def test_chunks_are_read_while_the_prompt_is_still_computed() -> None:
     assert decode.handoff_s == pytest.approx(7 * 0.001 + 100 * 0.0005)
 
 
+def test_a_busy_decode_worker_has_found_blocks_when_the_only_chunk_of_a_prompt_is_there() -> None:
+    """It takes in what it hears between its steps of 10 ms, and the prompt's one step takes 10 ms + 16: it has heard of
+    the beginning by then, so the read begins when the chunk's notice has come, half a round trip later."""
+    transfer = TransferCost(start_s=0.001, byte_s=0.0, control_s=0.002)
+    setup = cluster(prefill=1, decode=1, kv_bytes_per_token=100)
+    arrivals = [Arrival(0.0, 16, 200, 0), Arrival(0.5, 160, 5, 1), Arrival(0.903, 160, 5, 2)]
+    (_, *others), _ = run(setup, arrivals, cost_model(transfer, RoutingCost()))
+    for outcome in others:
+        assert outcome.stages.handoff_wait == pytest.approx(0.0, abs=1e-9)
+        assert outcome.stages.handoff_transfer == pytest.approx(0.001 + 0.002)
+
+
 def test_what_the_decode_worker_has_cached_is_not_read_again() -> None:
     setup = cluster(prefill=1, decode=1, kv_bytes_per_token=100)
     arrivals = [Arrival(0.0, 800, 5, session=1), Arrival(9.0, 1200, 5, session=1, prefix_tokens=800)]

@@ -163,6 +163,16 @@ def test_a_sequence_is_opened_once():
         table_with().open("s", now=1.0)
 
 
+def test_a_watcher_hears_of_the_beginning_before_there_is_any_kv():
+    table = table_with()
+    assert table.begin("s", now=0.0) is None
+    notice = table.subscribe("s", "d", now=0.0)
+    assert (notice.num_tokens, notice.block_ids, notice.final) == (0, (), False)
+    assert table.begin("s", now=0.0)[0] == "d"
+    assert publish(table, 8)[1].first_block == 0
+    assert table.begin("of one that has gone", now=0.0) is None
+
+
 class LeaseMachine(RuleBasedStateMachine):
     """Random steps, with each watcher putting together what its notices say."""
 
@@ -192,7 +202,8 @@ class LeaseMachine(RuleBasedStateMachine):
         if sequence_id not in self.live:
             self.table.open(sequence_id, self.now)
             self.live[sequence_id] = {
-                "epoch": 1, "watcher": None, "tokens": 0, "blocks": [], "final": False, "since": 0.0, "told": None
+                "epoch": 1, "watcher": None, "begun": False, "tokens": 0, "blocks": [], "final": False,
+                "since": 0.0, "told": None,
             }  # fmt: skip
 
     @precondition(lambda self: self.live)
@@ -208,7 +219,18 @@ class LeaseMachine(RuleBasedStateMachine):
         model["since"] = self.now
         if answer is not None:
             self.receive(answer)
-        assert (answer is None) == (model["tokens"] // BLOCK == 0 and not model["final"])
+        assert (answer is None) == (model["tokens"] // BLOCK == 0 and not model["final"] and not model["begun"])
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def begin(self, data):
+        sequence_id = data.draw(st.sampled_from(sorted(self.live)))
+        model = self.live[sequence_id]
+        answer = self.table.begin(sequence_id, self.now)
+        model["begun"] = True
+        assert (answer[0] if answer else None) == model["watcher"]
+        if answer is not None:
+            self.receive(answer[1])
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), more=st.integers(0, 9), final=st.booleans())
@@ -235,7 +257,7 @@ class LeaseMachine(RuleBasedStateMachine):
         model = self.live[sequence_id]
         answer = self.table.revoke(sequence_id)
         assert answer == ((model["watcher"], model["epoch"]) if model["watcher"] else None)
-        model.update(epoch=model["epoch"] + 1, tokens=0, blocks=[], final=False, told=None)
+        model.update(epoch=model["epoch"] + 1, begun=False, tokens=0, blocks=[], final=False, told=None)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), behind=st.integers(0, 2))

@@ -120,7 +120,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not planned & set(step.preempted)
         assert not step.preempted or planned <= running_before
         assert not step.preempted or self.scheduler.config.role is not Role.PREFILL
-        assert all(sequence.state is State.RECEIVING for sequence in step.reserved)
+        states = {Leg.DECODE: State.RECEIVING, Leg.PREFILL: State.RUNNING}
+        assert all(sequence.state is states[sequence.leg] for sequence in step.reserved)
         assert not any(chunk.num_tokens < 1 for chunk in step.chunks)
         if step.chunks:
             self.in_flight.append((step, [tuple(chunk.sequence.block_ids) for chunk in step.chunks]))
