@@ -144,7 +144,11 @@ def _checks(
     asks: Sequence[Ask], results: Sequence[Result], prefill: dict[str, int], decode: dict[str, int]
 ) -> list[Check]:
     prompt_tokens = sum(len(ask.prompt) for ask in asks)
-    handed_on = sum(len(ask.prompt) for ask in asks if ask.num_tokens > 1)
+    handed_on = sum(
+        len(ask.prompt)
+        for ask, result in zip(asks, results, strict=True)
+        if ask.num_tokens > 1 and result.finish.decode_worker != result.finish.prefill_worker
+    )
     generated = sum(ask.num_tokens for ask in asks)
     answered = sum(len(result.token_ids) for result in results)
     told = sum(result.finish.usage.transferred_tokens for result in results)

@@ -200,7 +200,7 @@ def await_a_request_by(machines: Machines, worker_id: str, timeout_s: float = 60
             number += 1
             # No prompt is a known one's, so that none prefers the worker that knows it.
             prompt = [number % 251, *range(1, 40)]
-            if client.generate(token_ids=prompt, max_tokens=2).result().finish.decode_worker == worker_id:
+            if client.generate(token_ids=prompt, max_tokens=8).result().finish.decode_worker == worker_id:
                 return
             assert time.monotonic() < deadline, (machines.workers(), machines.lines)
 
