@@ -16,6 +16,7 @@ The operating system's scheduler is taken to be fair: of threads that want a cor
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -80,6 +81,8 @@ class Cores:
         self._loop = loop
         self._speed = CoreSpeed(cores, cost.cores.crowded_speed)
         self._working: list[Work] = []
+        self._talking = 0
+        self._unsaid: deque[float] = deque()
         self._num_threads = 0
         self._served_s = 0.0
         self._seen_s = 0.0
@@ -91,9 +94,19 @@ class Cores:
         return self.run(alone_s, self.threads_of_step, done)
 
     def spend(self, cpu_s: float) -> None:
-        """Something that one thread does and nobody waits for."""
+        """Something that router or client has to do, and nobody waits for; each has one thread."""
         if cpu_s > 0:
-            self.run(cpu_s, 1, _nothing)
+            self._unsaid.append(cpu_s)
+            self._talk()
+
+    def _talk(self) -> None:
+        while self._unsaid and self._talking < PROCESSES_BESIDE_WORKERS:
+            self._talking += 1
+            self.run(self._unsaid.popleft(), 1, self._said)
+
+    def _said(self) -> None:
+        self._talking -= 1
+        self._talk()
 
     def run(self, alone_s: float, threads: int, done: Callable[[], None]) -> Work:
         self._serve()
@@ -143,7 +156,3 @@ class Cores:
         self._served_s = max(self._served_s, work.until_s)
         self._remove(work)
         work.done()
-
-
-def _nothing() -> None:
-    pass

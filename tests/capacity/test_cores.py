@@ -124,6 +124,18 @@ def test_work_of_a_process_that_dies_leaves_its_core_to_others() -> None:
     assert ends == pytest.approx([2.5])
 
 
+def test_router_and_client_do_one_thing_at_a_time_each_whatever_piles_up() -> None:
+    loop, ends = VirtualLoop(), []
+    machine = cores_of(loop, 1.0)
+    for _ in range(10):
+        machine.spend(0.3)
+    machine.run(1.0, 1, lambda: ends.append(loop.time()))
+    loop.at(4.0, lambda: machine.run(0.5, 1, lambda: (ends.append(loop.time()), loop.stop())))
+    loop.run()
+    # A third of the core until it has its second at 3.0, when 2.0 of 3.0 s are said; all is at 4.0.
+    assert ends == pytest.approx([3.0, 4.5])
+
+
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_a_machine_is_shared_where_workers_router_and_client_want_more_threads_than_it_has_cores(
     num_cores: int, threads: int
