@@ -15,9 +15,9 @@ over their mean. A prediction cannot be better than that. `apart` is the error w
 larger machine: what it has more than `error` is what sharing explains. The lines below each table take the error apart:
 
     steps    measured over predicted time of the live run's own steps, had they had cores of their own. 1.10: steps took
-             10 % longer than the model says, for what they had to compute. Of prefill workers it is told apart by whether
-             a decode step ran meanwhile: on a machine with few cores the two, the router and the client take time from
-             each other
+             10 % longer than the model says, for what they had to compute. Of prefill workers it is told apart by
+             whether a decode step ran meanwhile: on a machine with few cores the two, the router and the client take
+             time from each other
     known    the error that is left if the simulator draws its steps' scatter from that very run, sharing included: what
              remains of it is not the steps' times, but their order and what lies beside them. It is no prediction
     core     for how much of its steps' time a worker's thread had a core; workers with one thread only
