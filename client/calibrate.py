@@ -224,9 +224,10 @@ def fitted(directory: Path, driven: Driven | None = None) -> CostModel:
         origin = calibrate.origin_of(logs, machine(), datetime.now(UTC).date().isoformat())
         if driven is None:
             return calibrate.fit(logs, (), origin)
-        cpu = f"router and client use {1e6 * driven.token_cpu_s:.0f} us of CPU a token, which the steps had to share"
-        origin = replace(origin, note=f"{origin.note}; {cpu}")
         windows = driven.windows if all(log.header.device == "cpu" for log in logs) else ()
+        fate = "of which the fit has cleared the steps" if windows else "which the steps had to share"
+        cpu = f"router and client used {1e6 * driven.token_cpu_s:.0f} us of CPU a token, {fate}"
+        origin = replace(origin, note=f"{origin.note}; {cpu}")
         return calibrate.fit(logs, driven.probes, origin, windows, len(os.sched_getaffinity(0)))
     except (StepLogError, UnlikeWorkers, TooLittleData) as error:
         raise CalibrationError(f"{directory}: {error}") from error
