@@ -477,7 +477,8 @@ def _calibrate(options: argparse.Namespace) -> int:
     beside = cost.cores
     out.print(
         f"{'beside steps':>24}: {1e3 * beside.request_cpu_s:.2f} ms of CPU a request, {1e3 * beside.step_cpu_s:.2f} a "
-        f"step, {1e3 * beside.token_cpu_s:.3f} a token; a core among busy ones has {beside.crowded_speed:.0%} of its speed",
+        f"step, {1e3 * beside.token_cpu_s:.3f} a token; a core among busy ones has {beside.crowded_speed:.0%} of its "
+        "speed",
         markup=False,
     )
     out.print(f"{options.output}", markup=False)
