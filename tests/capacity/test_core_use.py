@@ -106,9 +106,9 @@ def test_steps_that_shared_cores_are_fitted_as_of_cores_of_their_own(cores: floa
 
 
 def test_what_a_step_would_take_alone_is_its_time_less_what_others_took_of_it() -> None:
-    def log(name: str, *spans: tuple[float, float], decode: int = 0) -> StepLogFile:
+    def log(name: str, *spans: tuple[float, float], decode: int = 0, threads: int = 1) -> StepLogFile:
         steps = [StepRecord(start, 8, 36, decode, 0, 0, 0.0, end - start, 0.0, None, 0.0) for start, end in spans]
-        return StepLogFile(StepLogHeader(name, Role.COLOCATED, device="cpu", threads=1), tuple(steps))
+        return StepLogFile(StepLogHeader(name, Role.COLOCATED, device="cpu", threads=threads), tuple(steps))
 
     logs = [log("a", (0.0, 4.0), (4.0, 5.0)), log("b", (1.0, 2.0), (3.0, 6.0), decode=10)]
     together = Occupation(logs, CoreCost(), 1)
@@ -117,6 +117,8 @@ def test_what_a_step_would_take_alone_is_its_time_less_what_others_took_of_it() 
     apart = Occupation(logs, CoreCost(), 2)
     assert [each.tolist() for each in apart.alone_s(1.0)] == [pytest.approx([4.0, 1.0]), pytest.approx([1.0, 3.0])]
     assert [each.tolist() for each in apart.alone_s(0.5)] == [pytest.approx([3.0, 0.5]), pytest.approx([0.5, 2.0])]
+    # Two threads of one worker were measured together, whatever they cost each other.
+    assert Occupation([log("c", (0.0, 4.0), threads=2)], CoreCost(), 2).alone_s(0.5)[0].tolist() == pytest.approx([4.0])
     # What b has to say of ten tokens takes 0.2 s of the one core from its second second on, 0.4 s as a also computes.
     talking = Occupation(logs, CoreCost(token_cpu_s=0.02), 1)
     assert talking.alone_s(1.0)[0].tolist() == pytest.approx([3.0 - 0.2, 0.5], rel=1e-3)

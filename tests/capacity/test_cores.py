@@ -208,6 +208,24 @@ def test_router_and_client_take_time_from_the_steps() -> None:
     assert outcome.tpot_s == pytest.approx(0.0101 + 0.002)
 
 
+def test_what_a_request_gives_router_and_client_to_do_takes_time_from_its_first_step() -> None:
+    setup = replace(cluster(colocated=1), shared_cores=1.0)
+    arrivals = [Arrival(0.0, 256, 1, 0)]
+    (idle,), _ = run(setup, arrivals, cost_model())
+    # It is in the worker's inbox 2 ms after its arrival, when 1 ms of 3 is left.
+    (busy,), _ = run(setup, arrivals, replace(cost_model(), cores=CoreCost(request_cpu_s=0.003)))
+    assert busy.ttft_s == pytest.approx(idle.ttft_s + 0.001)
+
+
+def test_a_worker_that_dies_within_a_step_leaves_the_cores_to_the_other() -> None:
+    """Two prompts of 35.6 ms each begin together; 10 ms later, of which each had half, one is alone."""
+    setup = replace(cluster(colocated=2), shared_cores=1.0)
+    arrivals = [Arrival(0.0, 256, 1, number) for number in range(2)]
+    outcomes, _ = run(setup, arrivals, cost_model(), events=(WorkerFails(0.012, "colocated-0"),))
+    assert min(outcome.ttft_s for outcome in outcomes) == pytest.approx(0.012 + (0.0356 - 0.005) + 0.003)
+    assert sorted(outcome.retries for outcome in outcomes) == [0, 1]
+
+
 def test_the_same_seed_tells_the_same_story_with_workers_that_die_and_change_on_shared_cores() -> None:
     events = (
         WorkerFails(1.0, "decode-0", back_after_s=2.0),
