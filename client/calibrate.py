@@ -55,6 +55,7 @@ MIN_SECONDS = 20.0
 _PROBES = 20
 _PROBE_PAUSE_S = 0.15  # longer than a worker stays awake, so each step of a probe begins from idleness
 _SETTLE_S = 1.0
+_QUIET_CORES = 0.15  # Ray's own processes take some
 _BURST_TOKENS = 4096
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
@@ -100,12 +101,13 @@ class Room:
 @dataclass(frozen=True, slots=True)
 class Driven:
     """What was seen from outside while the cluster was driven. `windows`: one a burst, if all of it is on this machine;
-    `token_cpu_s`: of router and client."""
+    `token_cpu_s`: of router and client; `other_cores`: how many were busy with none of these processes."""
 
     probes: tuple[Probe, ...]
     token_cpu_s: float
     tokens: int
     windows: tuple[Window, ...] = ()
+    other_cores: float = 0.0
 
 
 def bursts(room: Room, seed: int) -> Iterator[Burst]:
@@ -166,19 +168,24 @@ async def _drive(target: str, seconds: float, seed: int, progress: Callable[[flo
             probes = await asker.probe()
             asker.tokens = 0
             windows: list[Window] = []
-            started = time.monotonic()
+            started, busy_s = time.monotonic(), _busy_s()
             for burst in bursts(room, seed):
                 spent_s = time.monotonic() - started
                 if spent_s >= seconds:
                     break
                 progress(spent_s / seconds, burst.kind.value)
                 windows.append(await _observed(asker, burst, meter))
+            took_s, busy_s = time.monotonic() - started, _busy_s() - busy_s
             progress(1.0, "")
             await asyncio.sleep(_SETTLE_S)  # idle workers bring their notes to the disk
         finally:
             await server.close()
     token_cpu_s = sum(window.cpu_s for window in windows) / max(asker.tokens, 1)
-    return Driven(tuple(probes), token_cpu_s, asker.tokens, tuple(windows) if meter.sees_all else ())
+    if not meter.sees_all:
+        return Driven(tuple(probes), token_cpu_s, asker.tokens)
+    ours_s = sum(window.cpu_s + window.workers_cpu_s for window in windows)
+    other_cores = max(busy_s - ours_s, 0.0) / max(took_s, 1e-9)
+    return Driven(tuple(probes), token_cpu_s, asker.tokens, tuple(windows), other_cores)
 
 
 async def _observed(asker: _Asker, burst: Burst, meter: _CpuMeter) -> Window:
@@ -227,6 +234,8 @@ def fitted(directory: Path, driven: Driven | None = None) -> CostModel:
         windows = driven.windows if all(log.header.device == "cpu" for log in logs) else ()
         fate = "of which the fit has cleared the steps" if windows else "which the steps had to share"
         cpu = f"router and client used {1e6 * driven.token_cpu_s:.0f} us of CPU a token, {fate}"
+        if driven.other_cores > _QUIET_CORES:
+            cpu += f"; other programs kept {driven.other_cores:.2f} cores busy, so calibrate again on an idle machine"
         origin = replace(origin, note=f"{origin.note}; {cpu}")
         return calibrate.fit(logs, driven.probes, origin, windows, len(os.sched_getaffinity(0)))
     except (StepLogError, UnlikeWorkers, TooLittleData) as error:
@@ -344,6 +353,12 @@ def _process(pid: int, host: str) -> psutil.Process | None:
         return psutil.Process(pid) if is_loopback(host) and pid != os.getpid() else None
     except (ValueError, psutil.NoSuchProcess):
         return None
+
+
+def _busy_s() -> float:
+    """CPU time of all that this machine has run, and what it was denied by a host of its own."""
+    times = psutil.cpu_times()
+    return sum(float(getattr(times, name, 0.0)) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
 
 
 def _cpu_s(process: psutil.Process | None) -> float:

@@ -15,14 +15,16 @@ from paper_model import PaperRunner, write_paper_tokenizer
 from small_cluster import SmallCluster
 
 from baton.capacity.calibrate import UnlikeWorkers, origin_of
+from baton.capacity.core_use import Window
 from baton.capacity.cost import CostModel, Source
 from baton.client import calibrate
-from baton.client.calibrate import CalibrationError, Kind, Room, _CpuMeter, bursts
+from baton.client.calibrate import CalibrationError, Driven, Kind, Room, _CpuMeter, bursts
 from baton.client.cli import main
 from baton.proto import cluster_pb2 as cluster
+from baton.proto import step_log
 from baton.proto.messages import Role
 from baton.proto.settings import ObservabilitySettings
-from baton.proto.step_log import SUFFIX, StepLogFile, StepLogHeader
+from baton.proto.step_log import SUFFIX, StepLogFile, StepLogHeader, StepRecord
 from baton.router.config import RouterSettings
 
 STEP_S, TOKEN_S = 0.002, 0.0001
@@ -105,6 +107,18 @@ def test_cpu_time_is_seen_where_router_and_workers_are_processes_of_this_machine
         finally:
             router.kill()
             worker.kill()
+
+
+@pytest.mark.parametrize(("other_cores", "told"), [(0.0, False), (0.6, True)])
+def test_a_calibration_beside_other_programs_says_so(tmp_path, other_cores, told):
+    steps = [StepRecord(0.02 * k, 0, 0, 4, 400, 0, 0.001, 0.008, 0.001, None, 0.01) for k in range(200)]
+    header = StepLogHeader("w-0", Role.COLOCATED, "demo", "bfloat16", "cpu", 1)
+    (tmp_path / f"w{SUFFIX}").write_text(step_log.header_line(header) + "".join(map(step_log.step_line, steps)))
+    windows = tuple(Window(0.5 * k, 0.5 * k + 0.5, 1, 100, 0.05, 0.3) for k in range(8))
+    model = calibrate.fitted(tmp_path, Driven((), 0.0005, 800, windows, other_cores))
+    assert ("other programs kept 0.60 cores busy" in model.origin.note) == told
+    assert "of which the fit has cleared the steps" in model.origin.note
+    assert model.cores.step_cpu_s + model.cores.request_cpu_s + model.cores.token_cpu_s > 0
 
 
 def _log(threads: int) -> StepLogFile:
