@@ -33,7 +33,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import baton
 from baton.capacity import cluster_file, presets, sweep, workload
-from baton.capacity.cost import CostModel, CostModelError
+from baton.capacity.cost import CoreCost, CostModel, CostModelError
 from baton.capacity.grid import (
     GridError,
     Model,
@@ -475,12 +475,13 @@ def _calibrate(options: argparse.Namespace) -> int:
             markup=False,
         )
     beside = cost.cores
-    out.print(
-        f"{'beside steps':>24}: {1e3 * beside.request_cpu_s:.2f} ms of CPU a request, {1e3 * beside.step_cpu_s:.2f} a "
-        f"step, {1e3 * beside.token_cpu_s:.3f} a token; a core among busy ones has {beside.crowded_speed:.0%} of its "
-        "speed",
-        markup=False,
-    )
+    if beside != CoreCost():
+        out.print(
+            f"{'beside steps':>24}: {1e3 * beside.request_cpu_s:.2f} ms of CPU a request, "
+            f"{1e3 * beside.step_cpu_s:.2f} a step, {1e3 * beside.token_cpu_s:.3f} a token",
+            markup=False,
+        )
+        out.print(f"{'a core among busy ones':>24}: {beside.crowded_speed:.0%} of its speed alone", markup=False)
     out.print(f"{options.output}", markup=False)
     return 0
 
