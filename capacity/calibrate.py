@@ -32,7 +32,7 @@ from baton.capacity.cost import (
     StepCost,
     TransferCost,
 )
-from baton.capacity.regression import Vector, robust_nonnegative
+from baton.capacity.regression import ROUNDS, Vector, robust_nonnegative
 from baton.proto.step_log import HandoffRecord, StepLogFile, StepRecord
 
 WARM_UP_STEPS = 8
@@ -43,6 +43,7 @@ _QUANTILES = 101
 _SLOWEST, _COARSE, _FINE = 0.4, 0.1, 0.02
 """Speeds that are tried for a core among busy ones: from where on, and in which steps first and then."""
 _WORST_LOG = 0.5
+_ROUNDS_OF_SEARCH = 3
 
 
 class TooLittleData(ValueError):
@@ -120,7 +121,9 @@ def jitter_of(model: CostModel, steps: Sequence[StepRecord]) -> Jitter:
     return _jitter(steps, np.array([step.busy_s for step in steps]) / np.maximum(predicted, 1e-9))
 
 
-def fit_steps(steps: Sequence[StepRecord], seconds: Vector | None = None) -> tuple[StepCost, Vector]:
+def fit_steps(
+    steps: Sequence[StepRecord], seconds: Vector | None = None, rounds: int = ROUNDS
+) -> tuple[StepCost, Vector]:
     """Coefficients, and measured over predicted time of each step. `seconds`: what to take for measured."""
     if len(steps) < MIN_STEPS:
         raise TooLittleData(f"{len(steps)} steps after warm-up, at least {MIN_STEPS} are needed: drive more load")
@@ -136,7 +139,7 @@ def fit_steps(steps: Sequence[StepRecord], seconds: Vector | None = None) -> tup
         for name in ("attention_pairs", "decode_sequences", "kv_tokens")
     ]
     matrix = np.column_stack(columns)
-    found = robust_nonnegative(matrix, seconds)
+    found = robust_nonnegative(matrix, seconds, rounds)
     slopes = found[1 : 1 + len(knots)]
     curve_rows, curve_seconds = _curve(knots, slopes, float(rows.max()))
     pair_s, sequence_s, kv_token_s = (float(value) for value in found[1 + len(knots) :])
@@ -194,7 +197,7 @@ def _on_own_cores(logs: Sequence[StepLogFile], windows: Sequence[Window], num_co
     beside = _warm(occupation.beside())
 
     def misfit(crowded_speed: float) -> float:
-        _, ratios = fit_steps(steps, _warm(occupation.alone_s(crowded_speed)))
+        _, ratios = fit_steps(steps, _warm(occupation.alone_s(crowded_speed)), _ROUNDS_OF_SEARCH)
         return float(np.minimum(np.abs(np.log(ratios)), _WORST_LOG).mean())
 
     crowded_speed = 1.0

@@ -12,21 +12,21 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-_ROUNDS = 12
+ROUNDS = 12
 _HUBER = 1.345
 
 Vector = NDArray[np.float64]
 
 
-def robust_nonnegative(matrix: Vector, target: Vector) -> Vector:
-    """Coefficients of at least 0 whose relative errors are small, outliers set aside."""
+def robust_nonnegative(matrix: Vector, target: Vector, rounds: int = ROUNDS) -> Vector:
+    """Coefficients of at least 0 whose relative errors are small, outliers set aside; in fewer rounds less exact."""
     scales = np.abs(matrix).max(axis=0)
     scales[scales == 0] = 1.0
     scaled = matrix / scales
     predicted = np.asarray(target, dtype=float)
     trust = np.ones(len(target))
     found = np.zeros(matrix.shape[1])
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         weights = np.sqrt(trust) / np.maximum(predicted, 1e-9)
         found = nonnegative(scaled * weights[:, None], target * weights)
         predicted = np.maximum(scaled @ found, 0.05 * target)

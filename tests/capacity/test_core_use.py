@@ -18,7 +18,7 @@ from baton.capacity.virtual_loop import VirtualLoop
 from baton.proto.messages import Role
 from baton.proto.step_log import StepLogFile, StepLogHeader, StepRecord
 
-WINDOW_S = 4.0
+WINDOW_S = 2.0
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Machine:
 
     cost: CoreCost
     cores: float
-    num_windows: int = 24
+    num_windows: int = 18
     loop: VirtualLoop = field(default_factory=VirtualLoop)
     logs: dict[str, list[StepRecord]] = field(default_factory=lambda: {"a": [], "b": []})
     windows: list[Window] = field(default_factory=list)
