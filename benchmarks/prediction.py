@@ -7,14 +7,19 @@ Owns: the procedure, its table, and what explains the errors. `python benchmarks
         for each rate (30, 60, 90 % of the simulated capacity):
             the same arrivals live, `--repeats` times, and simulated, `--seeds` times
 
-Four columns: `live`, `simulated`, its error, and `again`: by how much the machine misses itself, the spread of the live
-runs over their mean. A prediction cannot be better than that. The lines below each table take the error apart:
+Where workers, router and client want more threads than the machine has cores, the simulator shares these out among all
+that computes at a moment. What router and client need, and what steps take on cores of their own, is calibrated.
 
-    steps    measured over predicted time of the live run's own steps. 1.10: steps took 10 % longer than the model says,
-             for what they had to compute. Of prefill workers it is told apart by whether a decode step ran meanwhile:
-             on a machine with few cores the two, the router and the client take time from each other
-    known    the error that is left if the simulator draws its steps' scatter from that very run: what remains of it is
-             not the steps' times, but their order and what lies beside them. It is no prediction
+Columns: `live`, `simulated`, its error, and `again`: by how much the machine misses itself, the spread of the live runs
+over their mean. A prediction cannot be better than that. `apart` is the error with cores for every worker, as on a
+larger machine: what it has more than `error` is what sharing explains. The lines below each table take the error apart:
+
+    steps    measured over predicted time of the live run's own steps, had they had cores of their own. 1.10: steps took
+             10 % longer than the model says, for what they had to compute. Of prefill workers it is told apart by
+             whether a decode step ran meanwhile: on a machine with few cores the two, the router and the client take
+             time from each other
+    known    the error that is left if the simulator draws its steps' scatter from that very run, sharing included: what
+             remains of it is not the steps' times, but their order and what lies beside them. It is no prediction
     core     for how much of its steps' time a worker's thread had a core; workers with one thread only
     send     how late the client sent; cpu: cores in use, out of those there are
 """
@@ -27,6 +32,7 @@ import datetime
 import itertools
 import json
 import math
+import os
 import statistics
 import sys
 import tempfile
@@ -41,6 +47,7 @@ from clusters import Machine
 
 from baton.capacity import calibrate
 from baton.capacity.cluster import ClusterSetup, PoolSetup
+from baton.capacity.cores import shared_cores
 from baton.capacity.cost import CostModel, Jitter
 from baton.capacity.outcome import End, RequestOutcome
 from baton.capacity.simulate import simulate
@@ -89,6 +96,7 @@ class Point:
     live: Metrics
     again: Metrics
     simulated: Metrics
+    apart: Metrics
     known: Metrics
     core: dict[str, float]
     steps: dict[str, float]
@@ -157,7 +165,10 @@ class _Laboratory:
             driven = asyncio.run(drive(target, options.calibrate, options.seed))
             self._driven = driven
             self.model = fitted(directory, driven)
-            _print_model(shape, self.model, driven)
+            workers = sum(pool.size for pool in self._setup.pools)
+            cores = shared_cores(len(os.sched_getaffinity(0)), workers * max(1, self.model.origin.threads))
+            self._shared = replace(self._setup, shared_cores=cores)
+            _print_model(shape, self.model, driven, cores)
             capacity = self._capacity()
             print(f"\n{shape}: {capacity:.2f} requests a second if all come at once, by the simulator", flush=True)
             self.points = [self._point(share, share * capacity) for share in SHARES]
@@ -169,7 +180,7 @@ class _Laboratory:
 
     def _capacity(self) -> float:
         arrivals = [replace(arrival, time_s=0.0) for arrival in self._arrivals(1.0, _SATURATING)]
-        return _simulated(self._setup, self.model, arrivals, 1)["requests_per_s"]
+        return _simulated(self._shared, self.model, arrivals, 1)["requests_per_s"]
 
     def _point(self, share: float, rate: float) -> Point:
         arrivals = self._arrivals(rate, max(round(rate * self._options.seconds), 20))
@@ -177,6 +188,7 @@ class _Laboratory:
         time.sleep(_SETTLE_S)  # idle workers bring their notes to the disk
         logs = step_log.read_directory(self._directory)
         during = [_between(log, run) for log in logs for run in runs]
+        seeds = self._options.seeds
         point = Point(
             shape=self._shape,
             share=share,
@@ -184,8 +196,9 @@ class _Laboratory:
             requests=len(arrivals),
             live=_mean([run.metrics for run in runs]),
             again=_spread([run.metrics for run in runs]),
-            simulated=_simulated(self._setup, self.model, arrivals, self._options.seeds),
-            known=_simulated(self._setup, _knowing(self.model, during), arrivals, self._options.seeds),
+            simulated=_simulated(self._shared, self.model, arrivals, seeds),
+            apart=_simulated(self._setup, self.model, arrivals, seeds),
+            known=_simulated(self._setup, _knowing(self.model, during), arrivals, seeds),
             core=_core_shares(during),
             steps=_steps(self.model, during),
             late_p50_s=statistics.fmean(run.late_p50_s for run in runs),
@@ -353,13 +366,19 @@ def _shared(step: StepRecord, others: Sequence[tuple[float, float]]) -> float:
 # --- output ---------------------------------------------------------------------------------------------------------
 
 
-def _print_model(shape: str, model: CostModel, driven: Driven) -> None:
-    routing, transfer = model.routing, model.transfer
+def _print_model(shape: str, model: CostModel, driven: Driven, cores: float | None) -> None:
+    routing, transfer, beside = model.routing, model.transfer, model.cores
     print(f"\n{shape}: {model.origin.machine}, {model.origin.threads} threads a worker; {model.origin.note}")
     print(
         f"  to a worker {1e3 * routing.routing_s:.2f} ms, back {1e3 * routing.delivery_s:.2f} ms; a read "
         f"{1e3 * transfer.start_s:.2f} ms + {1e9 * transfer.byte_s:.3f} ns a byte, its messages "
         f"{1e3 * transfer.control_s:.2f} ms; {driven.tokens} tokens driven"
+    )
+    sharing = f"all share {cores:g} cores" if cores is not None else "every worker has cores of its own"
+    print(
+        f"  {sharing}; beside steps {1e3 * beside.request_cpu_s:.2f} ms of CPU a request, "
+        f"{1e3 * beside.step_cpu_s:.2f} a step, {1e3 * beside.token_cpu_s:.3f} a token; a core among busy ones has "
+        f"{beside.crowded_speed:.2f} of its speed"
     )
     print("  | steps | number | error p50 | error p90 |\n  |---|---|---|---|")
     for residual in model.residuals:
@@ -369,13 +388,14 @@ def _print_model(shape: str, model: CostModel, driven: Driven) -> None:
 
 def _print_point(point: Point) -> None:
     print(f"\n{point.shape} at {point.share:.0%}, {point.rate:.2f} a second, {point.requests} requests")
-    print("| metric | live | simulated | error | again | known |\n|---|---|---|---|---|---|")
+    print("| metric | live | simulated | error | apart | again | known |\n|---|---|---|---|---|---|---|")
     for name in point.live:
         unit = "" if name == "requests_per_s" else " ms"
         scale = 1.0 if name == "requests_per_s" else 1e3
         print(
             f"| {name} | {scale * point.live[name]:.4g}{unit} | {scale * point.simulated[name]:.4g}{unit} | "
-            f"{point.error(name, point.simulated):+.1%} | {point.again[name]:.1%} | "
+            f"{point.error(name, point.simulated):+.1%} | {point.error(name, point.apart):+.1%} | "
+            f"{point.again[name]:.1%} | "
             f"{point.error(name, point.known):+.1%} |"
         )
     steps = ", ".join(f"{kind} {ratio:.3f}" for kind, ratio in point.steps.items())

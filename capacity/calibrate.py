@@ -5,9 +5,8 @@ Owns: which steps count, the regression, and how good it is. Refuses to know: ho
 
     step logs -> observations -> robust fit with coefficients of at least 0 -> CostModel, residuals by regime
 
-Errors are relative: a decode step of 5 ms counts as much as a prompt of 500. The fit is iterated. Each time an
-observation weighs less the further it lies off (Huber), so a step during which the core was taken away does not bend
-the curve. Non-negative least squares is Lawson and Hanson's active set, on the triangle of a QR decomposition.
+Where the load knows how much CPU time everything took, an observation is not what a step took, but what it would have
+taken with nothing beside it (`core_use`): the model is then of workers with cores of their own, wherever it was made.
 """
 
 from __future__ import annotations
@@ -15,12 +14,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from baton.capacity import core_use
+from baton.capacity.core_use import Occupation, Window
 from baton.capacity.cost import (
+    CoreCost,
     CostModel,
     Curve,
     Jitter,
@@ -31,17 +32,18 @@ from baton.capacity.cost import (
     StepCost,
     TransferCost,
 )
+from baton.capacity.regression import ROUNDS, Vector, robust_nonnegative
 from baton.proto.step_log import HandoffRecord, StepLogFile, StepRecord
 
 WARM_UP_STEPS = 8
 """At the start of each worker: pages are touched, threads are made."""
 MIN_STEPS = 100
 _MIN_IN_SEGMENT = 12
-_ROUNDS = 12
-_HUBER = 1.345
 _QUANTILES = 101
-
-Vector = NDArray[np.float64]
+_SLOWEST, _COARSE, _FINE = 0.4, 0.1, 0.02
+"""Speeds that are tried for a core among busy ones: from where on, and in which steps first and then."""
+_WORST_LOG = 0.5
+_ROUNDS_OF_SEARCH = 3
 
 
 class TooLittleData(ValueError):
@@ -83,15 +85,29 @@ def core_share(steps: Sequence[StepRecord]) -> float:
     return sum(step.cpu_s for step in steps) / sum(step.busy_s for step in steps)
 
 
-def fit(logs: Sequence[StepLogFile], probes: Sequence[Probe], origin: Origin) -> CostModel:
-    """The cost model of all workers in `logs` together; they should be alike. Raises TooLittleData."""
+def fit(
+    logs: Sequence[StepLogFile],
+    probes: Sequence[Probe],
+    origin: Origin,
+    windows: Sequence[Window] = (),
+    num_cores: int = 1,
+) -> CostModel:
+    """The cost model of all workers in `logs` together; they should be alike. Raises TooLittleData.
+
+    `windows`: CPU time of all of the cluster while it was driven, on a machine with `num_cores`; none if that is not
+    known: then steps are taken to have had cores of their own.
+    """
     steps = [step for log in logs for step in log.steps[WARM_UP_STEPS:]]
-    cost, ratios = fit_steps(steps)
+    cores, seconds = CoreCost(), np.array([step.busy_s for step in steps])
+    if windows and len(steps) >= MIN_STEPS:
+        cores, seconds = _on_own_cores(logs, windows, num_cores)
+    cost, ratios = fit_steps(steps, seconds)
     return CostModel(
         origin=origin,
         steps=cost,
         transfer=fit_transfer([handoff for log in logs for handoff in log.handoffs]),
         routing=fit_routing(logs, probes),
+        cores=cores,
         jitter=_jitter(steps, ratios),
         residuals=_residuals(steps, ratios),
     )
@@ -105,11 +121,14 @@ def jitter_of(model: CostModel, steps: Sequence[StepRecord]) -> Jitter:
     return _jitter(steps, np.array([step.busy_s for step in steps]) / np.maximum(predicted, 1e-9))
 
 
-def fit_steps(steps: Sequence[StepRecord]) -> tuple[StepCost, Vector]:
-    """Coefficients, and measured over predicted time of each step."""
+def fit_steps(
+    steps: Sequence[StepRecord], seconds: Vector | None = None, rounds: int = ROUNDS
+) -> tuple[StepCost, Vector]:
+    """Coefficients, and measured over predicted time of each step. `seconds`: what to take for measured."""
     if len(steps) < MIN_STEPS:
         raise TooLittleData(f"{len(steps)} steps after warm-up, at least {MIN_STEPS} are needed: drive more load")
-    seconds = np.array([step.busy_s for step in steps])
+    if seconds is None:
+        seconds = np.array([step.busy_s for step in steps])
     rows = np.array([step.prefill_tokens + step.decode_sequences for step in steps], dtype=float)
     knots = _knots(rows)
     # A segment's column is how far a step's rows reach into it: its coefficient is the slope there.
@@ -120,7 +139,7 @@ def fit_steps(steps: Sequence[StepRecord]) -> tuple[StepCost, Vector]:
         for name in ("attention_pairs", "decode_sequences", "kv_tokens")
     ]
     matrix = np.column_stack(columns)
-    found = robust_nonnegative(matrix, seconds)
+    found = robust_nonnegative(matrix, seconds, rounds)
     slopes = found[1 : 1 + len(knots)]
     curve_rows, curve_seconds = _curve(knots, slopes, float(rows.max()))
     pair_s, sequence_s, kv_token_s = (float(value) for value in found[1 + len(knots) :])
@@ -166,50 +185,31 @@ def fit_routing(logs: Sequence[StepLogFile], probes: Sequence[Probe]) -> Routing
     return RoutingCost(statistics.median(before), delivery_s, delivery_s / 2)
 
 
-def robust_nonnegative(matrix: Vector, target: Vector) -> Vector:
-    """Coefficients of at least 0 whose relative errors are small, outliers set aside."""
-    scales = np.abs(matrix).max(axis=0)
-    scales[scales == 0] = 1.0
-    scaled = matrix / scales
-    predicted = np.asarray(target, dtype=float)
-    trust = np.ones(len(target))
-    found = np.zeros(matrix.shape[1])
-    for _ in range(_ROUNDS):
-        weights = np.sqrt(trust) / np.maximum(predicted, 1e-9)
-        found = _nonnegative(scaled * weights[:, None], target * weights)
-        predicted = np.maximum(scaled @ found, 0.05 * target)
-        errors = target / predicted - 1
-        spread = max(1.4826 * float(np.median(np.abs(errors - np.median(errors)))), 1e-6)
-        trust = np.minimum(1.0, _HUBER * spread / np.maximum(np.abs(errors), 1e-12))
-    return np.asarray(found / scales)
+def _on_own_cores(logs: Sequence[StepLogFile], windows: Sequence[Window], num_cores: int) -> tuple[CoreCost, Vector]:
+    """What was computed beside steps, and how long each step after warm-up would have taken without that.
+
+    How much a core slows down when all are busy is what makes steps that ran beside others most like those that did
+    not; without enough of both, nothing is said of it.
+    """
+    cost = core_use.fit_cpu(logs, windows)
+    occupation = Occupation(logs, cost, num_cores)
+    steps = [step for log in logs for step in log.steps[WARM_UP_STEPS:]]
+    beside = _warm(occupation.beside())
+
+    def misfit(crowded_speed: float) -> float:
+        _, ratios = fit_steps(steps, _warm(occupation.alone_s(crowded_speed)), _ROUNDS_OF_SEARCH)
+        return float(np.minimum(np.abs(np.log(ratios)), _WORST_LOG).mean())
+
+    crowded_speed = 1.0
+    if min(int((beside < 0.2).sum()), int((beside > 0.5).sum())) >= MIN_STEPS // 2:
+        coarse = min(np.arange(_SLOWEST, 1.0 + 1e-9, _COARSE), key=misfit)
+        fine = np.arange(max(coarse - _COARSE, _SLOWEST), min(coarse + _COARSE, 1.0) + 1e-9, _FINE)
+        crowded_speed = round(float(min(fine, key=misfit)), 2)
+    return replace(cost, crowded_speed=crowded_speed), _warm(occupation.alone_s(crowded_speed))
 
 
-def _nonnegative(matrix: Vector, target: Vector) -> Vector:
-    """min |matrix x - target| for x >= 0."""
-    triangle: Vector = np.linalg.qr(np.column_stack([matrix, target]), mode="r")  # type: ignore[assignment]
-    matrix, target = triangle[:, :-1], triangle[:, -1]
-    size = matrix.shape[1]
-    chosen = np.zeros(size, dtype=bool)
-    x = np.zeros(size)
-    tolerance = 1e-10 * float(np.abs(matrix.T @ target).max(initial=1e-300))
-    for _ in range(6 * size):
-        gradient = matrix.T @ (target - matrix @ x)
-        if not (~chosen & (gradient > tolerance)).any():
-            break
-        chosen[np.argmax(np.where(chosen, -np.inf, gradient))] = True
-        while True:
-            trial = np.zeros(size)
-            trial[chosen] = np.linalg.lstsq(matrix[:, chosen], target, rcond=None)[0]
-            negative = chosen & (trial <= 0)
-            if not negative.any():
-                break
-            # As far towards the trial as no coefficient falls below 0; the one that reaches it leaves.
-            step = np.min(x[negative] / np.maximum(x[negative] - trial[negative], 1e-300))
-            x += step * (trial - x)
-            chosen &= ~(negative & (x <= 1e-14))
-            x[~chosen] = 0.0
-        x = trial
-    return x
+def _warm(of_logs: Sequence[Vector]) -> Vector:
+    return np.concatenate([of_log[WARM_UP_STEPS:] for of_log in of_logs])
 
 
 def _alone(handoffs: Sequence[HandoffRecord]) -> Sequence[HandoffRecord]:

@@ -24,7 +24,11 @@ class PoolSetup:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSetup:
-    """A cluster. `label` is what people read: `2:1`, `co-located`."""
+    """A cluster. `label` is what people read: `2:1`, `co-located`.
+
+    `shared_cores`: all workers, the router and the client are on one machine with so many cores. None: every worker has
+    cores of its own, and nothing slows it down.
+    """
 
     label: str
     pools: tuple[PoolSetup, ...]
@@ -34,3 +38,4 @@ class ClusterSetup:
     router: RouterSettings = field(default_factory=RouterSettings)
     lease_s: float = 10.0
     idle_report_s: float = 0.1
+    shared_cores: float | None = None

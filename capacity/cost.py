@@ -27,7 +27,9 @@ from baton.proto.settings import bounded
 from baton.router.schema import ConfigError, as_section, checked_number, filled, subsection
 
 FORMAT = "baton-cost-model"
-VERSION = 1
+VERSION = 2
+_READS = (1, 2)
+"""Version 1 had no `cores`."""
 
 
 class CostModelError(ValueError):
@@ -120,6 +122,21 @@ class RoutingCost:
 
 
 @dataclass(frozen=True, slots=True)
+class CoreCost:
+    """What processes take from each other where they share cores, and a cluster's set-up says so (`shared_cores`).
+
+    `request_cpu_s`, `step_cpu_s`, `token_cpu_s`: CPU time of router and client, and of workers beside their steps, for
+    a request, for what a step has to say, and for each of its tokens. `crowded_speed`: of a core when all are busy,
+    over that of one which is busy alone.
+    """
+
+    request_cpu_s: float = bounded(0.0, minimum=0)
+    step_cpu_s: float = bounded(0.0, minimum=0)
+    token_cpu_s: float = bounded(0.0, minimum=0)
+    crowded_speed: float = bounded(1.0, minimum=0.01, maximum=1)
+
+
+@dataclass(frozen=True, slots=True)
 class Jitter:
     """How steps scatter: quantiles of measured over predicted time, at even fractions from 0 to 1; empty: not at all.
 
@@ -165,6 +182,7 @@ class CostModel:
     steps: StepCost
     transfer: TransferCost = TransferCost()
     routing: RoutingCost = RoutingCost()
+    cores: CoreCost = CoreCost()
     jitter: Jitter = Jitter()
     residuals: tuple[Residual, ...] = ()
 
@@ -236,8 +254,12 @@ _SECTIONS = ("format", "version", *(each.name for each in fields(CostModel)))
 def _read(data: object) -> CostModel:
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         raise ConfigError("", f"is no cost model: it must be an object whose format is {FORMAT!r}")
-    if data.get("version") != VERSION:
-        raise ConfigError("version", f"is {data.get('version')!r}, must be {VERSION}: calibrate again")
+    version = data.get("version")
+    if version not in _READS:
+        known = " or ".join(map(str, _READS))
+        raise ConfigError("version", f"is {version!r}, must be {known}: calibrate again")
+    if version == 1:
+        data = {"cores": asdict(CoreCost()), **data}
     for key in data:
         if key not in _SECTIONS:
             raise ConfigError(str(key), f"is not a field; known are {', '.join(_SECTIONS)}")
@@ -263,6 +285,7 @@ def _read(data: object) -> CostModel:
         steps=filled(made, steps, "steps"),
         transfer=_section(TransferCost(), data, "transfer"),
         routing=_section(RoutingCost(), data, "routing"),
+        cores=_section(CoreCost(), data, "cores"),
         jitter=scatter,
         residuals=_residuals(data["residuals"]),
     )

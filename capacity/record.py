@@ -70,7 +70,9 @@ def _read(kind: Any, data: Any) -> Any:
         return {key: _read(item, each) for key, each in data.items()}
     if is_dataclass(kind):
         hints = get_type_hints(kind)
-        values = {each.name: _read(hints[each.name], data[each.name]) for each in fields(kind) if each.init}
+        # What may be absent is, in records that are older than the field.
+        names = [each.name for each in fields(kind) if each.init and (each.name in data or each.default is not None)]
+        values = {name: _read(hints[name], data[name]) for name in names}
         make: Any = kind
         return make(**values)
     if kind is float:

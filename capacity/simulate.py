@@ -24,6 +24,7 @@ from functools import lru_cache, partial
 from random import Random
 
 from baton.capacity.cluster import ClusterSetup, PoolSetup
+from baton.capacity.cores import Cores
 from baton.capacity.cost import CostModel
 from baton.capacity.events import ClusterEvent, PoolResizes, RoleChanges, WorkerDrains, WorkerFails
 from baton.capacity.outcome import (
@@ -112,6 +113,8 @@ def _check(setup: ClusterSetup) -> None:
     for field, value in (("max_model_len", setup.max_model_len), ("block_size", setup.block_size)):
         if value < 1:
             raise SetupError(f"{setup.label}: {field} is {value}, must be at least 1")
+    if setup.shared_cores is not None and not 0 < setup.shared_cores < math.inf:
+        raise SetupError(f"{setup.label}: shared_cores is {setup.shared_cores}, must be above 0 and finite")
     if not any(sizes.values()):
         raise SetupError(f"{setup.label}: no pool has a worker")
     for role, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
@@ -147,6 +150,7 @@ class _Cluster:
         self.setup = setup
         self.cost = cost
         self.loop = VirtualLoop()
+        self.cores = Cores(self.loop, setup.shared_cores, cost) if setup.shared_cores is not None else None
         self.itl = Histogram()
         self.readers: dict[str, Reader] = {}
         self.role_changes: list[RoleChange] = []
@@ -223,6 +227,7 @@ class _Cluster:
             heartbeat_s=self._heartbeat_s,
             idle_report_s=setup.idle_report_s,
             listener=self._listener,
+            cores=self.cores,
         )
         self.router.connect(seat.worker.link)
         seat.worker.open()
@@ -411,6 +416,9 @@ class _Run:
     def _arrive(self, arrival: Arrival) -> None:
         number, self._num_arrived = self._num_arrived, self._num_arrived + 1
         self._num_running += 1
+        cores = self._cluster.cores
+        if cores is not None:
+            cores.spend(cores.cost.request_cpu_s)
         task = self._loop.create_task(self._serve(number, arrival))
         task.add_done_callback(self._ended)
         self._expect_next()

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
+from baton.capacity.cores import Cores, Work
 from baton.capacity.cost import CostModel
 from baton.capacity.outcome import Histogram
 from baton.capacity.prompts import OUTPUT_TOKEN, extend_names
@@ -182,6 +183,7 @@ class VirtualWorker:
         heartbeat_s: float,
         idle_report_s: float,
         listener: StepListener | None = None,
+        cores: Cores | None = None,
     ) -> None:
         self.loop = loop
         self.description = description
@@ -200,6 +202,8 @@ class VirtualWorker:
         self._book = book
         self._idle_report_s = idle_report_s
         self._listener = listener
+        self._cores = cores
+        self._computing: Work | None = None
         self._lender: Lender | None = None
         self._receiver: Receiver | None = None
         name, block_size = description.incarnation, config.block_size
@@ -257,6 +261,8 @@ class VirtualWorker:
             self._gaps.leave(record.sequence)
             batches.extend(self._rest_of(record))
         self._gone = True
+        if self._cores is not None and self._computing is not None:
+            self._cores.drop(self._computing)
         self._exchange.remove(self.description.incarnation)
         self._account()
         counters, figures = self.scheduler.counters, self._figures
@@ -338,9 +344,24 @@ class VirtualWorker:
         if self._scatters:
             seconds *= self._cost.jitter.at(self._random.random(), work.prefill_tokens)
         self._busy = True
+        if self._cores is not None:
+            self._computing = self._cores.step(seconds, partial(self._end_shared_step, self._cores, step, now))
+            return
+        self._note_length(seconds)
+        self.loop.at(now + seconds, partial(self._end_step, step))
+
+    def _note_length(self, seconds: float) -> None:
         self._figures.busy_s += seconds
         self._step_s += STEP_MEMORY * (seconds - self._step_s)
-        self.loop.at(now + seconds, partial(self._end_step, step))
+
+    def _end_shared_step(self, cores: Cores, step: Step, began_s: float) -> None:
+        """How long it took is known now only. What it has to say takes cores from the next step."""
+        self._computing = None
+        self._note_length(self.loop.time() - began_s)
+        num_before = self.scheduler.counters.tokens_generated
+        self._end_step(step)
+        num_tokens = self.scheduler.counters.tokens_generated - num_before
+        cores.spend(cores.cost.step_cpu_s + num_tokens * cores.cost.token_cpu_s)
 
     def _end_step(self, step: Step) -> None:
         if self._gone:

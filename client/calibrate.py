@@ -26,13 +26,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import StrEnum
-from ipaddress import ip_address
 from pathlib import Path
 
 import psutil
 
 from baton.capacity import calibrate
 from baton.capacity.calibrate import Probe, TooLittleData, UnlikeWorkers
+from baton.capacity.core_use import Window
 from baton.capacity.cost import CostModel
 from baton.client.bench import ServedModel
 from baton.client.client import AsyncClient
@@ -44,6 +44,7 @@ from baton.fleet.launch import close_ray, open_ray, start_router
 from baton.fleet.worker import FACTORIES
 from baton.proto import cluster_pb2 as cluster
 from baton.proto import step_log
+from baton.proto.credentials import is_loopback
 from baton.proto.messages import Role
 from baton.proto.step_log import StepLogError
 from baton.router.__main__ import StartError, check, sharing_cores, with_absolute_paths
@@ -54,6 +55,7 @@ MIN_SECONDS = 20.0
 _PROBES = 20
 _PROBE_PAUSE_S = 0.15  # longer than a worker stays awake, so each step of a probe begins from idleness
 _SETTLE_S = 1.0
+_QUIET_CORES = 0.15  # Ray's own processes take some
 _BURST_TOKENS = 4096
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
@@ -98,11 +100,14 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Driven:
-    """What was seen from outside while the cluster was driven."""
+    """What was seen from outside while the cluster was driven. `windows`: one a burst, if all of it is on this machine;
+    `token_cpu_s`: of router and client; `other_cores`: how many were busy with none of these processes."""
 
     probes: tuple[Probe, ...]
     token_cpu_s: float
     tokens: int
+    windows: tuple[Window, ...] = ()
+    other_cores: float = 0.0
 
 
 def bursts(room: Room, seed: int) -> Iterator[Burst]:
@@ -148,6 +153,8 @@ async def drive(
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
         raise CalibrationError(f"{target} did not serve what it was sent: {first}") from first
+    except* psutil.NoSuchProcess as gone:
+        raise CalibrationError(f"{target}: the router or a worker ended while it was driven") from gone
 
 
 async def _drive(target: str, seconds: float, seed: int, progress: Callable[[float, str], None]) -> Driven:
@@ -155,25 +162,45 @@ async def _drive(target: str, seconds: float, seed: int, progress: Callable[[flo
     async with AsyncClient(target) as client:
         try:
             model, status = await server.model(), await client.status()
-            room, router = _room(status, model), _router_process(status, target)
+            room, meter = _room(status, model), _CpuMeter(status, target)
             asker = _Asker(server, model, seed)
             progress(0.0, "probes")
             probes = await asker.probe()
             asker.tokens = 0
-            cpu_s = _cpu_s(router)
-            started = time.monotonic()
+            windows: list[Window] = []
+            started, busy_s = time.monotonic(), _busy_s()
             for burst in bursts(room, seed):
                 spent_s = time.monotonic() - started
                 if spent_s >= seconds:
                     break
                 progress(spent_s / seconds, burst.kind.value)
-                await asker.send(burst)
-            cpu_s = _cpu_s(router) - cpu_s
+                windows.append(await _observed(asker, burst, meter))
+            took_s, busy_s = time.monotonic() - started, _busy_s() - busy_s
             progress(1.0, "")
             await asyncio.sleep(_SETTLE_S)  # idle workers bring their notes to the disk
         finally:
             await server.close()
-    return Driven(tuple(probes), cpu_s / max(asker.tokens, 1), asker.tokens)
+    token_cpu_s = sum(window.cpu_s for window in windows) / max(asker.tokens, 1)
+    if not meter.sees_all:
+        return Driven(tuple(probes), token_cpu_s, asker.tokens)
+    ours_s = sum(window.cpu_s + window.workers_cpu_s for window in windows)
+    other_cores = max(busy_s - ours_s, 0.0) / max(took_s, 1e-9)
+    return Driven(tuple(probes), token_cpu_s, asker.tokens, tuple(windows), other_cores)
+
+
+async def _observed(asker: _Asker, burst: Burst, meter: _CpuMeter) -> Window:
+    """Sends a burst; what it took."""
+    start_s, requests, tokens = time.monotonic(), asker.requests, asker.tokens
+    cpu_s, workers_cpu_s = meter.beside_s(), meter.workers_s()
+    await asker.send(burst)
+    return Window(
+        start_s,
+        time.monotonic(),
+        asker.requests - requests,
+        asker.tokens - tokens,
+        meter.beside_s() - cpu_s,
+        meter.workers_s() - workers_cpu_s,
+    )
 
 
 def calibrated(
@@ -204,8 +231,13 @@ def fitted(directory: Path, driven: Driven | None = None) -> CostModel:
         origin = calibrate.origin_of(logs, machine(), datetime.now(UTC).date().isoformat())
         if driven is None:
             return calibrate.fit(logs, (), origin)
-        cpu = f"router and client use {1e6 * driven.token_cpu_s:.0f} us of CPU a token, which the steps had to share"
-        return calibrate.fit(logs, driven.probes, replace(origin, note=f"{origin.note}; {cpu}"))
+        windows = driven.windows if all(log.header.device == "cpu" for log in logs) else ()
+        fate = "of which the fit has cleared the steps" if windows else "which the steps had to share"
+        cpu = f"router and client used {1e6 * driven.token_cpu_s:.0f} us of CPU a token, {fate}"
+        if driven.other_cores > _QUIET_CORES:
+            cpu += f"; other programs kept {driven.other_cores:.2f} cores busy, so calibrate again on an idle machine"
+        origin = replace(origin, note=f"{origin.note}; {cpu}")
+        return calibrate.fit(logs, driven.probes, origin, windows, len(os.sched_getaffinity(0)))
     except (StepLogError, UnlikeWorkers, TooLittleData) as error:
         raise CalibrationError(f"{directory}: {error}") from error
 
@@ -256,6 +288,7 @@ class _Asker:
         self._words = model.token_ids
         self._seed = seed
         self._numbers = itertools.count()
+        self.requests = 0
         self.tokens = 0
 
     async def probe(self) -> list[Probe]:
@@ -281,6 +314,7 @@ class _Asker:
         async for message in self._server.stream(prompt, output_tokens, number):
             if message.has_tokens and not first_s:
                 first_s = time.monotonic()
+        self.requests += 1
         self.tokens += output_tokens
         return first_s
 
@@ -295,16 +329,40 @@ def _room(status: cluster.ClusterStatus, model: ServedModel) -> Room:
     )
 
 
-def _router_process(status: cluster.ClusterStatus, target: str) -> psutil.Process | None:
-    """The router's process, if it is on this machine."""
-    host = target.rpartition(":")[0].strip("[]")
+class _CpuMeter:
+    """CPU time of this process, the router's and the workers'. `sees_all`: they are on this machine, each a process of
+    its own."""
+
+    def __init__(self, status: cluster.ClusterStatus, target: str) -> None:
+        workers = [worker for pool in status.pools for worker in pool.workers]
+        host = target.rpartition(":")[0].strip("[]")
+        self._router = _process(status.router.pid, host)
+        self._workers = [_process(worker.pid, host if is_loopback(worker.host) else "") for worker in workers]
+        self.sees_all = self._router is not None and None not in self._workers
+
+    def beside_s(self) -> float:
+        return time.process_time() + _cpu_s(self._router)
+
+    def workers_s(self) -> float:
+        return sum(map(_cpu_s, self._workers))
+
+
+def _process(pid: int, host: str) -> psutil.Process | None:
+    """That of another program on this machine, if it is one."""
     try:
-        return psutil.Process(status.router.pid) if ip_address(host).is_loopback else None
+        return psutil.Process(pid) if is_loopback(host) and pid != os.getpid() else None
     except (ValueError, psutil.NoSuchProcess):
         return None
 
 
-def _cpu_s(router: psutil.Process | None) -> float:
-    """CPU time of this process and the router's."""
-    times = router.cpu_times() if router is not None else None
-    return time.process_time() + (times.user + times.system if times is not None else 0.0)
+def _busy_s() -> float:
+    """CPU time of all that this machine has run, and what it was denied by a host of its own."""
+    times = psutil.cpu_times()
+    return sum(float(getattr(times, name, 0.0)) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
+
+
+def _cpu_s(process: psutil.Process | None) -> float:
+    if process is None:
+        return 0.0
+    times = process.cpu_times()
+    return float(times.user + times.system)

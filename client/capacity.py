@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import baton
 from baton.capacity import cluster_file, presets, sweep, workload
-from baton.capacity.cost import CostModel, CostModelError
+from baton.capacity.cost import CoreCost, CostModel, CostModelError
 from baton.capacity.grid import (
     GridError,
     Model,
@@ -384,7 +384,10 @@ def _sweep(options: argparse.Namespace) -> int:
             workloads, rows = asyncio.run(sweep.sweep(experiment, laboratory, given.cost))
         predicted = _predicted(experiment, rows, given, options, journal) if is_live else ()
     predictions = sweep.compare(predicted, rows)
-    notes = live.notes(given.config, [each.shape for each in compared]) if is_live else _notes(given)
+    if is_live:
+        notes = chain(live.notes(given.config, [each.shape for each in compared]), _notes_of_prediction(predicted))
+    else:
+        notes = chain(_notes(given))
     provenance = _provenance(options, given, started, time.monotonic() - began, options.backend, notes)
     study = Study(provenance, given.objective, workloads, rows, predictions)
     return _written(study, options.output, out)
@@ -397,12 +400,28 @@ def _predicted(
     options: argparse.Namespace,
     journal: Journal,
 ) -> tuple[Row, ...]:
-    """The same rates and arrivals as were measured, simulated."""
+    """The same rates and arrivals as were measured, simulated; on shared cores, if those were."""
     rates = tuple(sorted({level.rate for row in rows for level in row.levels}))
-    again = replace(experiment, rates=rates, compare_at=rates[0])
+    here = asyncio.run(
+        live.is_on_this_machine(given.config, options.target, access.token_of(options), access.tls_of(options))
+    )
+    compared = tuple(
+        replace(each, setup=live.on_this_machine(each.setup, given.cost)) if here else each
+        for each in experiment.configurations
+    )
+    again = replace(experiment, configurations=compared, rates=rates, compare_at=rates[0])
     with simulation(given.cost, options.jobs) as backend:
         _, found = asyncio.run(sweep.sweep(again, Laboratory(backend, journal), given.cost))
     return found
+
+
+def _notes_of_prediction(rows: Sequence[Row]) -> Iterator[str]:
+    """How cores were shared in what was simulated."""
+    if any(row.configuration.setup.shared_cores is not None for row in rows):
+        yield (
+            "Predicted figures are of workers, router and client that share these cores fairly. What router and client "
+            "need is in the cost model only if it was calibrated on a machine that held all of them"
+        )
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -455,6 +474,14 @@ def _calibrate(options: argparse.Namespace) -> int:
             f"p90 {residual.p90:.1%}",
             markup=False,
         )
+    beside = cost.cores
+    if beside != CoreCost():
+        out.print(
+            f"{'beside steps':>24}: {1e3 * beside.request_cpu_s:.2f} ms of CPU a request, "
+            f"{1e3 * beside.step_cpu_s:.2f} a step, {1e3 * beside.token_cpu_s:.3f} a token",
+            markup=False,
+        )
+        out.print(f"{'a core among busy ones':>24}: {beside.crowded_speed:.0%} of its speed alone", markup=False)
     out.print(f"{options.output}", markup=False)
     return 0
 

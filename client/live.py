@@ -25,6 +25,8 @@ from itertools import islice, pairwise
 from typing import Protocol
 
 from baton.capacity.cluster import ClusterSetup
+from baton.capacity.cores import shared_cores
+from baton.capacity.cost import CostModel
 from baton.capacity.grid import Shape
 from baton.capacity.outcome import End, Histogram, PoolOutcome, RequestOutcome, RoleChange, RunOutcome, Stages
 from baton.capacity.summary import STAGES, Recorder, Summary
@@ -36,7 +38,7 @@ from baton.client.errors import BatonError
 from baton.client.resume import Finish
 from baton.client.servers import GrpcServer
 from baton.proto import cluster_pb2 as cluster
-from baton.proto.credentials import ClientTls
+from baton.proto.credentials import ClientTls, is_loopback
 from baton.proto.messages import Role
 from baton.router.config import ClusterConfig, ConfigError
 
@@ -82,6 +84,30 @@ def notes(config: ClusterConfig, shapes: Sequence[Shape]) -> Iterator[str]:
             "from each other, which workers on machines of their own would not: shapes with more workers than cores "
             "cannot show their worth here. Compare rows of equal size, and take absolute figures from elsewhere"
         )
+
+
+async def is_on_this_machine(
+    config: ClusterConfig, target: str | None, token: str | None, tls: ClientTls | None
+) -> bool:
+    """Whether all that is measured computes on this machine's cores: a cluster of our own does."""
+    if any(pool.engine.device == "cuda" for pool in config.pools):
+        return False
+    if target is None:
+        return True
+    if not is_loopback(target.rpartition(":")[0].strip("[]")):
+        return False
+    async with AsyncClient(target, token=token, tls=tls) as client:
+        try:
+            status = await client.status()
+        except BatonError as error:
+            raise LiveError(f"{target} does not say where its workers are: {error.message}") from error
+    return all(is_loopback(worker.host) for pool in status.pools for worker in pool.workers)
+
+
+def on_this_machine(setup: ClusterSetup, cost: CostModel) -> ClusterSetup:
+    """The set-up as it is where all of it and its client share the cores of this machine."""
+    threads = max(1, cost.origin.threads) * sum(pool.size for pool in setup.pools)
+    return replace(setup, shared_cores=shared_cores(num_cores(), threads))
 
 
 class _Host(Protocol):

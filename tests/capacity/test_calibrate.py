@@ -9,35 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measured_steps import ORIGIN, TRUTH, Work, works
 
-from baton.capacity import calibrate
+from baton.capacity import calibrate, regression
 from baton.capacity.calibrate import MIN_STEPS, WARM_UP_STEPS, Probe, TooLittleData
-from baton.capacity.cost import CostModel, Curve, Origin, Source, StepCost
+from baton.capacity.cost import CostModel
 from baton.proto.messages import Role
 from baton.proto.step_log import HandoffRecord, StepLogFile, StepLogHeader, StepRecord
-
-ORIGIN = Origin(Source.MEASURED)
-TRUTH = CostModel(
-    ORIGIN,
-    StepCost(Curve((1.0, 8.0, 64.0, 512.0, 4096.0), (0.0, 0.002, 0.01, 0.05, 0.5)), 0.004, 3e-8, 5e-5, 2e-7),
-)
-Work = tuple[int, int, int, int]
-
-
-def _works(number: int, generator: random.Random) -> list[Work]:
-    """Steps that only decode, only read prompts, and do both."""
-    works = []
-    for _ in range(number):
-        kind = generator.random()
-        prefill = pairs = decode = kv_tokens = 0
-        if kind < 0.6 or kind > 0.8:
-            decode = int(2 ** generator.uniform(0, 7))
-            kv_tokens = decode * int(2 ** generator.uniform(4, 11))
-        if kind > 0.6:
-            prefill, start = int(2 ** generator.uniform(1, 11)), int(2 ** generator.uniform(0, 11))
-            pairs = prefill * start + prefill * (prefill + 1) // 2
-        works.append((prefill, pairs, decode, kv_tokens))
-    return works
 
 
 def _step(work: Work, seconds: float) -> StepRecord:
@@ -55,11 +33,11 @@ def _log(steps: list[StepRecord], handoffs: Sequence[HandoffRecord] = ()) -> Ste
 def test_a_fit_predicts_steps_that_it_has_not_seen(noise, outliers, margin):
     generator = random.Random(5)
     steps = []
-    for work in _works(4000, generator):
+    for work in works(4000, generator):
         seconds = TRUTH.step_s(*work) * generator.lognormvariate(0, noise)
         steps.append(_step(work, seconds * (generator.uniform(2, 10) if generator.random() < outliers else 1)))
     found = calibrate.fit([_log(steps)], [], ORIGIN)
-    errors = [abs(found.step_s(*work) / TRUTH.step_s(*work) - 1) for work in _works(500, random.Random(6))]
+    errors = [abs(found.step_s(*work) / TRUTH.step_s(*work) - 1) for work in works(500, random.Random(6))]
     assert max(errors) < max(3 * margin, 0.01)
     assert sorted(errors)[len(errors) // 2] < margin
     assert found.steps.kv_token_s == pytest.approx(TRUTH.steps.kv_token_s, rel=max(3 * margin, 0.02))
@@ -68,25 +46,25 @@ def test_a_fit_predicts_steps_that_it_has_not_seen(noise, outliers, margin):
 
 def test_the_scatter_of_the_steps_becomes_jitter_with_the_same_mean_and_residuals_tell_its_size():
     generator = random.Random(8)
-    works = _works(6000, generator)
-    factors = [generator.lognormvariate(0, 0.05) * (5 if generator.random() < 0.02 else 1) for _ in works]
-    steps = [_step(work, TRUTH.step_s(*work) * factor) for work, factor in zip(works, factors, strict=True)]
+    kinds = works(6000, generator)
+    factors = [generator.lognormvariate(0, 0.05) * (5 if generator.random() < 0.02 else 1) for _ in kinds]
+    steps = [_step(work, TRUTH.step_s(*work) * factor) for work, factor in zip(kinds, factors, strict=True)]
     found = calibrate.fit([_log(steps)], [], ORIGIN)
     for prefill_tokens in (0, 512):
-        of_kind = [f for f, work in zip(factors, works, strict=True) if (work[0] > 0) == (prefill_tokens > 0)]
+        of_kind = [f for f, work in zip(factors, kinds, strict=True) if (work[0] > 0) == (prefill_tokens > 0)]
         draws = [found.jitter.at((k + 0.5) / 5000, prefill_tokens) for k in range(5000)]
         assert np.mean(draws) == pytest.approx(np.mean(of_kind), rel=0.03)
         assert np.median(draws) == pytest.approx(1.0, rel=0.02)
     regimes = {residual.regime: residual for residual in found.residuals}
     assert set(regimes) == {name for name, _ in calibrate._REGIMES} | {"all"}
-    assert regimes["all"].steps == len(works) - WARM_UP_STEPS
+    assert regimes["all"].steps == len(kinds) - WARM_UP_STEPS
     assert regimes["all"].median == pytest.approx(0.6745 * 0.05, rel=0.15)
 
 
 def test_the_first_steps_of_each_worker_are_left_out():
     generator = random.Random(9)
-    steps = [_step(work, TRUTH.step_s(*work)) for work in _works(2000, generator)]
-    slow = [_step(work, 50 * TRUTH.step_s(*work)) for work in _works(WARM_UP_STEPS, generator)]
+    steps = [_step(work, TRUTH.step_s(*work)) for work in works(2000, generator)]
+    slow = [_step(work, 50 * TRUTH.step_s(*work)) for work in works(WARM_UP_STEPS, generator)]
     logs = [_log(slow + steps[:1000]), _log(slow + steps[1000:])]
     found = calibrate.fit(logs, [], ORIGIN)
     assert found.residuals[-1].steps == 2000
@@ -112,7 +90,7 @@ def test_non_negative_least_squares_leaves_no_coefficient_that_would_do_better(s
     generator = np.random.default_rng(seed)
     matrix = generator.normal(size=(columns + more_rows, columns))
     target = generator.normal(size=columns + more_rows)
-    x = calibrate._nonnegative(matrix, target)
+    x = regression.nonnegative(matrix, target)
     gradient = matrix.T @ (target - matrix @ x)
     scale = np.abs(matrix).sum() * np.abs(target).max()
     assert (x >= 0).all()

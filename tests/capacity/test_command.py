@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from baton.capacity.cost import CostModel
+from baton.capacity.simulation import Simulated
 from baton.capacity.study import Study
+from baton.capacity.sweep import Backend
+from baton.client import live
 from baton.client.cli import main
 from baton.router import config
 
 CLUSTER = str(Path(__file__).resolve().parents[2] / "cluster.yaml")
+DEMO = Path(__file__).resolve().parents[2] / "capacity" / "demo-cost.json"
 SMALL = ("--scale-lengths", "0.05", "--num-requests", "40", "--repeats", "1", "--jobs", "1")
 
 
@@ -60,6 +68,27 @@ def test_a_sweep_writes_its_page_and_goes_on_from_what_it_finished(run, tmp_path
     page.unlink()
     assert run("report", "capacity-sweep").code == 0
     assert page.exists()
+
+
+def test_a_live_sweep_is_predicted_on_cores_that_are_shared_as_those_of_the_machine(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def instead_of_the_machine(*of_what: object) -> Iterator[Backend]:
+        with ThreadPoolExecutor(1) as threads:
+            yield Backend("live", Simulated(CostModel.load(DEMO)), threads)
+
+    monkeypatch.setattr(live, "backend", instead_of_the_machine)
+    # As many workers as cores: none is left for router and client.
+    size = live.num_cores()
+    printed = run("sweep", "--ratios", f"1:{size}", "--backend", "live", "--rates", "2", "--rate", "2", *SMALL)
+    assert printed.code == 0, printed.err
+    study = Study.load(tmp_path / "capacity-sweep" / "study.json")
+    assert {each.label for each in study.predictions} == {f"1:{size}", f"{size + 1} co-located"}
+    assert any("share these cores fairly" in note for note in study.provenance.notes)
+    lines = (tmp_path / "capacity-sweep" / "points.jsonl").read_text(encoding="utf-8").splitlines()
+    setups = [json.loads(line)["point"]["setup"] for line in lines]
+    assert sorted(setup["shared_cores"] or 0 for setup in setups) == [0, 0, size, size]
 
 
 def test_a_plan_writes_its_sizes_into_a_copy_of_the_file(run, tmp_path: Path) -> None:

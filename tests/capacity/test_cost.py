@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.capacity.cost import (
+    CoreCost,
     CostModel,
     CostModelError,
     Curve,
@@ -26,6 +28,7 @@ MODEL = CostModel(
     steps=StepCost(Curve((1.0, 8.0, 512.0), (0.0, 0.004, 0.2)), 0.006, 2e-8, 1e-5, 3e-7),
     transfer=TransferCost(1e-3, 1e-10, 2e-6, 1.5e-3),
     routing=RoutingCost(2e-3, 1e-3, 5e-4, 8e-5),
+    cores=CoreCost(1e-3, 4e-4, 2e-4, 0.8),
     jitter=Jitter((0.9, 1.0, 1.4), (0.95, 1.0, 1.1)),
     residuals=(Residual("all", 1000, 0.02, 0.08),),
 )
@@ -135,11 +138,21 @@ def _changed(path: str, value: object) -> str:
     return json.dumps(data)
 
 
+def test_a_file_of_the_version_before_says_nothing_of_shared_cores():
+    data = json.loads(MODEL.to_json())
+    del data["cores"]
+    older = json.dumps(data | {"version": 1})
+    assert CostModel.from_json(older) == replace(MODEL, cores=CoreCost())
+
+
 @pytest.mark.parametrize(
     ("path", "value", "complaint"),
     [
         ("format", "other", "is no cost model"),
-        ("version", 2, "version is 2, must be 1"),
+        ("version", 3, "version is 3, must be 1 or 2"),
+        ("cores", None, "cores is missing"),
+        ("cores.token_cpu_s", -1, "cores.token_cpu_s is -1, must be at least 0"),
+        ("cores.crowded_speed", 1.5, "cores.crowded_speed is 1.5, must be at most 1"),
         ("steps", None, "steps is missing"),
         ("steps.pair_s", None, "steps.pair_s is missing"),
         ("steps.pair_s", -1e-9, "steps.pair_s is -1e-09, must be at least 0"),

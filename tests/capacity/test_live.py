@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc.aio
@@ -13,6 +13,7 @@ from fake_router import FakeRouter
 from paper_model import PaperRunner, write_paper_tokenizer
 from small_cluster import SmallCluster
 
+from baton.capacity.cost import CostModel, Origin, Source, StepCost
 from baton.capacity.grid import Model, Shape, setup_of
 from baton.capacity.outcome import End, Slo
 from baton.capacity.sweep import Point
@@ -35,6 +36,7 @@ class Reshapable(FakeRouter):
     pools: tuple[str, ...] = ("prefill", "decode", "colocated")
     workers: dict[str, str] = field(default_factory=lambda: {"prefill-0": "prefill", "decode-0": "decode"})
     asked: list[str] = field(default_factory=list)
+    hosts: dict[str, str] = field(default_factory=dict)
 
     def members(self, pool: str) -> list[str]:
         return [name for name in self.workers if name.startswith(f"{pool}-")]
@@ -49,7 +51,13 @@ class Reshapable(FakeRouter):
                 name=pool,
                 role=pool,
                 workers=[
-                    cluster.WorkerStatus(worker_id=name, pool=pool, role=self.workers[name], state="ready")
+                    cluster.WorkerStatus(
+                        worker_id=name,
+                        pool=pool,
+                        role=self.workers[name],
+                        state="ready",
+                        host=self.hosts.get(name, "127.0.0.1"),
+                    )
                     for name in self.members(pool)
                 ],
             )
@@ -82,15 +90,20 @@ def router() -> Reshapable:
 
 
 @pytest.fixture
-async def client(router: Reshapable) -> AsyncIterator[AsyncClient]:
+async def address(router: Reshapable) -> AsyncIterator[str]:
     server = grpc.aio.server()
     inference_pb2_grpc.add_InferenceServicer_to_server(router, server)
     cluster_pb2_grpc.add_ClusterServicer_to_server(router, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with AsyncClient(f"127.0.0.1:{port}", timeout_s=10.0) as connected:
-        yield connected
+    yield f"127.0.0.1:{port}"
     await server.stop(0)
+
+
+@pytest.fixture
+async def client(address: str) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(address, timeout_s=10.0) as connected:
+        yield connected
 
 
 def wanted(prefill: int = 0, decode: int = 0, colocated: int = 0) -> dict[Role, int]:
@@ -165,6 +178,34 @@ def test_a_request_that_failed_is_told_as_such() -> None:
         found = live.outcome(sample(error), None)
         assert (found.number, found.end, found.reason, found.arrived_s) == (7, end, error, 0.5)
         assert not found.meets(Slo())
+
+
+async def test_a_cluster_shares_this_machines_cores_if_all_its_workers_are_here(
+    router: Reshapable, address: str
+) -> None:
+    async def is_here(target: str | None, device: str = "cpu") -> bool:
+        return await live.is_on_this_machine(config.defaults(device=device), target, None, None)
+
+    assert await is_here(None)
+    assert await is_here(address)
+    assert not await is_here(address, device="cuda")
+    assert not await is_here("192.0.2.1:9000")
+    router.hosts["decode-0"] = "192.0.2.7"
+    assert not await is_here(address)
+
+
+async def test_a_cluster_that_does_not_answer_does_not_say_where_its_workers_are() -> None:
+    with pytest.raises(live.LiveError, match=r"127\.0\.0\.1:1 does not say where its workers are: "):
+        await live.is_on_this_machine(config.defaults(), "127.0.0.1:1", None, None)
+
+
+def test_more_threads_than_cores_share_them_in_a_prediction() -> None:
+    cost = CostModel(Origin(Source.MEASURED, threads=1), StepCost())
+    crowded = setup_of(config.defaults(), MODEL, Shape(live.num_cores(), 1))
+    assert live.on_this_machine(crowded, cost).shared_cores == live.num_cores()
+    alone = setup_of(config.defaults(), MODEL, Shape(colocated=1))
+    few = live.on_this_machine(alone, replace(cost, origin=replace(cost.origin, threads=live.num_cores())))
+    assert few.shared_cores == live.num_cores()
 
 
 def test_shared_cores_are_admitted() -> None:

@@ -156,6 +156,14 @@ def test_the_tables_are_there_as_csv(study: Study, written: Path) -> None:
 def test_a_study_is_the_same_after_its_file(study: Study, tmp_path: Path) -> None:
     study.save(tmp_path / "study.json")
     assert to_plain(Study.load(tmp_path / "study.json")) == to_plain(study)
+
+
+def test_a_study_from_before_cores_could_be_shared_is_still_read(study: Study, tmp_path: Path) -> None:
+    study.save(tmp_path / "study.json")
+    older = (tmp_path / "study.json").read_text().replace(',"shared_cores":null', "")
+    assert "shared_cores" not in older
+    (tmp_path / "older.json").write_text(older)
+    assert to_plain(Study.load(tmp_path / "older.json")) == to_plain(study)
     json.loads((tmp_path / "study.json").read_text(), parse_constant=lambda word: pytest.fail(word))
 
 
