@@ -521,7 +521,10 @@ class VirtualWorker:
     def _arrive(self, batches: list[TokenBatch], failures: list[LegFailure], note: ReportNote) -> None:
         if batches or failures:
             self.link.deliver(batches, failures)
-        self._router.reported(note.report())
+        if self._router.dispatcher.num_requests:
+            self._router.reported(note.report())
+        else:
+            self._book.lay_down(note)
 
     def _account(self) -> None:
         """Integrates what it held since the last look."""

@@ -90,9 +90,9 @@ class Logprobs:
     prompt: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
-    """What the engine computed for a step.
+    """What the engine computed for a step. Nobody writes to it; one is made at every step, so it is not frozen.
 
     `token_ids[i]` is the token sampled for chunk i, -1 where the chunk does not sample. `logprobs` maps the index of a
     chunk to its log-probabilities, for those few chunks that want any. `refused` maps it to the reason why no token can
