@@ -350,7 +350,10 @@ class VirtualWorker:
         events = self.scheduler.commit(step, result, now)
         self._busy = False
         self._news = True
-        self._hear(events, now)
+        if events:
+            self._hear(events, now)
+        else:
+            self._gaps.step(now)
         self._flush(now)
         if self._inbox:
             commands, self._inbox = self._inbox, []

@@ -29,9 +29,9 @@ def can_serve(roles: Collection[Role]) -> bool:
     return Role.COLOCATED in roles or (Role.PREFILL in roles and Role.DECODE in roles)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlacementQuery:
-    """One attempt of one request, as placement sees it.
+    """One attempt of one request, as placement sees it. Nobody writes to it.
 
     `num_tokens`: prompt and tokens already emitted, all of which need KV. `arrived_s` is the arrival of the request,
     not of the attempt, so a retry keeps its place. `attempt` above 0 was admitted before: the queue's bounds are not

@@ -65,6 +65,8 @@ class Step:
 
     def work(self) -> StepWork:
         decode_sequences, kv_tokens = self.num_in_stride, self.stride_context_tokens
+        if not self.chunks:
+            return StepWork(0, 0, decode_sequences, kv_tokens)
         if self.num_tokens == len(self.chunks) + decode_sequences:
             kv_tokens += len(self.chunks) + sum([chunk[1] for chunk in self.chunks])
             return StepWork(0, 0, self.num_tokens, kv_tokens)

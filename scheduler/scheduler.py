@@ -331,7 +331,7 @@ class Scheduler:
             self._attended[:] = [sequence for sequence in self._attended if sequence not in joined]
         if self._landed:
             self._start_landed(now)
-        if not preempted and not short_of_blocks:
+        if self._waiting.sequences and not preempted and not short_of_blocks:
             # What rounding to a block's end has left of the budget is no chunk to begin a prompt with.
             self._admit(chunks, reserved, 0 if budget_cut else budget, now)
         return self._planned(chunks, preempted, reserved, skipped, offered)
@@ -381,7 +381,8 @@ class Scheduler:
         self.counters.tokens_generated += num_sampled
         if self._stride is not None:
             self._had_token = {sequence for sequence, _, _, samples in step.chunks if samples}
-        self.pool.settle(flight.block_ids)
+        if flight.block_ids:
+            self.pool.settle(flight.block_ids)
         return events
 
     def _why_never(self, request: Request) -> str:
@@ -468,14 +469,15 @@ class Scheduler:
             self._go_on(stride, due)
         if len(attended) > 1:
             attended.sort(key=self._order)
-        if not stride.members:
-            return
         running = self._running.sequences
+        crowded = len(running) > self.config.settings.max_num_batched_tokens
+        if not stride.members or not (attended or crowded):
+            return
         first_behind = len(attended)
         while first_behind and attended[first_behind - 1] is running[first_behind - 1 - len(attended)]:
             first_behind -= 1
         in_the_way = [each for each in attended[:first_behind] if len(each.token_ids) - each.num_computed_tokens != 1]
-        if in_the_way or len(running) > self.config.settings.max_num_batched_tokens:
+        if in_the_way or crowded:
             for sequence in list(stride.members):
                 stride.leave(sequence)
             attended[:] = running
@@ -496,7 +498,7 @@ class Scheduler:
         if len(self._running.sequences) > self.config.settings.max_num_batched_tokens:
             first = _FIRST
         for sequence in full:
-            if order(sequence) < first and pool.num_available:
+            if pool.num_available and order(sequence) < first:
                 sequence.block_ids += pool.allocate(1)
             elif sequence not in steps_left:
                 leaving.append(sequence)
@@ -646,7 +648,7 @@ class Scheduler:
         skipped: list[Sequence],
         offered: int,
     ) -> Step:
-        num_tokens = sum([chunk[2] for chunk in chunks])
+        num_tokens = sum([chunk[2] for chunk in chunks]) if chunks else 0
         self._num_planned += 1
         num_in_stride = context_tokens = 0
         if (stride := self._stride) is not None and (chunks or stride.members):
