@@ -44,7 +44,9 @@ class Recency(Generic[Key]):
 
     def touch(self, keys: Sequence[Key]) -> None:
         """These, each named once, are the youngest now, the last of them the youngest of all."""
-        self.batch_of.update(dict.fromkeys(keys, self._first + len(self._batches)))
+        batch_of, number = self.batch_of, self._first + len(self._batches)
+        for key in keys:
+            batch_of[key] = number
         self._batches.append(list(reversed(keys)))
         self._num_noted += len(keys)
         if self._num_noted > 2 * len(self.batch_of) + _LEFT_BEHIND:
