@@ -136,7 +136,8 @@ class Histogram:
 
     def add(self, seconds: float, times: int = 1) -> None:
         """Counts a duration, `times` over. What is below a microsecond counts as one."""
-        bucket = math.ceil(math.log(max(seconds, self._LOWEST_S) / self._LOWEST_S) / self._LOG_RATIO)
+        lowest_s = self._LOWEST_S
+        bucket = math.ceil(math.log(seconds / lowest_s) / self._LOG_RATIO) if seconds > lowest_s else 0
         self.counts[bucket] = self.counts.get(bucket, 0) + times
         self.total += times
 

@@ -32,7 +32,12 @@ class Simulated:
         return recorder.summary(run)
 
 
-_LARGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+_MALLOC = {"hugetlb": 1, "tcache_count": 2000, "trim_threshold": 256 << 20, "top_pad": 16 << 20}
+"""Large pages; and small objects that were freed, and memory at the heap's end, are kept for those that come next."""
+_LARGE_PAGES = {
+    "PYTHONMALLOC": "malloc",
+    "GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in _MALLOC.items()),
+}
 
 
 @contextmanager

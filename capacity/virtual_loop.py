@@ -44,7 +44,7 @@ class VirtualLoop:
         outer = events._get_running_loop()
         events._set_running_loop(None)
         events._set_running_loop(self._as_loop)
-        ready, timers = self._ready, self._timers
+        ready, timers, cancellable = self._ready, self._timers, asyncio.TimerHandle
         try:
             while True:
                 while ready:
@@ -59,7 +59,7 @@ class VirtualLoop:
                 when, _, event = heappop(timers)
                 if when > self._now:
                     self._now = when
-                if isinstance(event, asyncio.TimerHandle):
+                if isinstance(event, cancellable):
                     if event.cancelled():
                         self._num_cancelled -= 1
                     else:

@@ -62,6 +62,12 @@ class PatientBook(LoadBook):
             del unread[0]
         unread.append(note)
 
+    def lay_down(self, note: ReportNote) -> None:
+        """A report has arrived, and nobody waits now."""
+        incarnation = note.description.incarnation
+        later = [each for each in self._unread.get(incarnation, ()) if each.number > note.number]
+        self._unread[incarnation] = [note, *later]
+
     def standings(self) -> dict[str, WorkerView]:
         if self._unread:
             self._read()

@@ -372,7 +372,10 @@ class VirtualWorker:
         events = self.scheduler.commit(step, result, now)
         self._busy = False
         self._news = True
-        self._hear(events, now)
+        if events:
+            self._hear(events, now)
+        else:
+            self._gaps.step(now)
         self._flush(now)
         if self._inbox:
             commands, self._inbox = self._inbox, []
@@ -543,7 +546,10 @@ class VirtualWorker:
     def _arrive(self, batches: list[TokenBatch], failures: list[LegFailure], note: ReportNote) -> None:
         if batches or failures:
             self.link.deliver(batches, failures)
-        self._router.reported(note.report())
+        if self._router.dispatcher.num_requests:
+            self._router.reported(note.report())
+        else:
+            self._book.lay_down(note)
 
     def _account(self) -> None:
         """Integrates what it held since the last look."""

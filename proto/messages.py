@@ -147,9 +147,9 @@ class HandoffSource:
         return cls(message.worker_id, message.incarnation, message.address, message.sequence_id)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Request:
-    """One leg of one attempt at a client's request, as a worker sees it.
+    """One leg of one attempt at a client's request, as a worker sees it. Nobody writes to it.
 
     `sequence_id` is minted by the router for each leg of each attempt and never comes from a client.
     `token_ids` is the prompt followed by the output tokens that the client already has, so `len(token_ids) -
@@ -234,9 +234,12 @@ class TokenLogprob:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StageTimes:
-    """Seconds that one leg spent in each of its stages. Stages of other legs are 0."""
+    """Seconds that one leg spent in each of its stages. Stages of other legs are 0.
+
+    Not frozen, as are `LoadReport` and `Request`: that would take five times as long to make. Nobody writes to them.
+    """
 
     prefill_queue: float = 0.0
     prefill_compute: float = 0.0
@@ -415,9 +418,9 @@ _LOAD_SCALARS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoadReport:
-    """How busy one incarnation of a worker was `age_s` seconds before it was sent.
+    """How busy one incarnation of a worker was `age_s` seconds before it was sent. Nobody writes to it.
 
     `queued_tokens`: prompt tokens accepted but not computed. `free_blocks` counts free and evictable blocks.
     `last_submit` is the number of the last `Submit` of the receiving router's stream that the figures include.

@@ -32,6 +32,7 @@ from baton.proto.messages import (
     LegSummary,
     Request,
     Sampling,
+    StageTimes,
     TokenBatch,
     TokenLogprob,
 )
@@ -387,13 +388,13 @@ class Journey:
 
     def _account(self, summary: LegSummary, leg_id: str, decodes: bool) -> None:
         """Takes in a leg's account so far; a later one of the same leg replaces it."""
-        ledger, times = self.ledger, summary.times
+        ledger, times, stages = self.ledger, summary.times, self.ledger.stages
         self._recomputed[leg_id] = summary.recomputed_tokens
         if decodes:
             ledger.transferred_tokens = summary.transferred_tokens
             ledger.connector = summary.connector if summary.transferred_tokens else ledger.connector
-            ledger.stages = replace(
-                ledger.stages,
+            ledger.stages = StageTimes(
+                prefill_compute=stages.prefill_compute,
                 handoff_wait=times.handoff_wait,
                 handoff_transfer=times.handoff_transfer,
                 decode_admission=times.decode_admission,
@@ -402,7 +403,12 @@ class Journey:
             self._recomputed[leg_id] += max(0, self._computed_before - summary.cached_tokens)
             ledger.cached_tokens = min(summary.cached_tokens, len(self._errand.prompt_token_ids))
             if self._forked is None:
-                ledger.stages = replace(ledger.stages, prefill_compute=times.prefill_compute)
+                ledger.stages = StageTimes(
+                    prefill_compute=times.prefill_compute,
+                    handoff_wait=stages.handoff_wait,
+                    handoff_transfer=stages.handoff_transfer,
+                    decode_admission=stages.decode_admission,
+                )
             elif ledger.forked_s is not None:
                 ledger.admitted(times.prefill_compute, self._clock())
         ledger.recomputed_tokens = sum(self._recomputed.values())

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from baton.proto.messages import FailureKind, Leg, LoadReport, Role, WorkerDescription
 from baton.router.placement import Placement, PlacementQuery, WorkerView
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """A leg given to a worker. `reason`: the policy's, without the figures that it weighed."""
 
     leg: Leg
@@ -254,9 +254,11 @@ class LoadBook:
     def _view(self, worker: _Worker) -> WorkerView:
         description, report = worker.description, worker.report
         total_kv_tokens = description.num_blocks * description.block_size
-        unseen_tokens = sum(leg.prefill_tokens for leg in worker.unseen.values())
         unseen = len(worker.unseen)
-        used_kv_tokens = sum(leg.kv_tokens for leg in worker.unseen.values())
+        unseen_tokens = used_kv_tokens = 0
+        for leg in worker.unseen.values():
+            unseen_tokens += leg.prefill_tokens
+            used_kv_tokens += leg.kv_tokens
         reported_tokens = reported = 0
         if report is not None:
             reported_tokens = report.queued_tokens

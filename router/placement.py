@@ -29,9 +29,9 @@ def can_serve(roles: Collection[Role]) -> bool:
     return Role.COLOCATED in roles or (Role.PREFILL in roles and Role.DECODE in roles)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlacementQuery:
-    """One attempt of one request, as placement sees it.
+    """One attempt of one request, as placement sees it. Nobody writes to it.
 
     `num_tokens`: prompt and tokens already emitted, all of which need KV. `arrived_s` is the arrival of the request,
     not of the attempt, so a retry keeps its place. `attempt` above 0 was admitted before: the queue's bounds are not
@@ -59,9 +59,10 @@ class PlacementQuery:
         return f"{self.attempt_id}.{leg.name.lower()}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerView:
-    """What the router believes of one worker now: its last report and what was sent to it since.
+    """What the router believes of one worker now: its last report and what was sent to it since. Nobody writes to it;
+    to freeze it, or a `Candidate`, would take five times as long as to make it.
 
     `queued_tokens`: prompt tokens that it has yet to compute. `running`: sequences on it in any state but lent.
     `free_kv_tokens`: room, less what is on its way there. `credit_tokens`, `credit_sequences`: what it may take now.
@@ -87,7 +88,7 @@ class WorkerView:
     age_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Candidate:
     """A worker, and how many of the query's tokens it would have to compute (or fetch), at least one."""
 

@@ -71,11 +71,11 @@ class BlockPool:
         "_free",
         "_lend_counts",
         "_names",
-        "_num_lent",
         "_quarantined",
         "_ref_counts",
         "_registered",
         "num_blocks",
+        "num_lent",
     )
 
     def __init__(self, num_blocks: int) -> None:
@@ -84,7 +84,7 @@ class BlockPool:
         self._evictable: Recency[int] = Recency()
         self._ref_counts = [0] * num_blocks
         self._lend_counts = [0] * num_blocks  # how many of the holders have lent it
-        self._num_lent = 0
+        self.num_lent = 0
         self._quarantined: set[int] = set()
         self._names: list[Hashable | None] = [None] * num_blocks
         self._registered: dict[Hashable, int] = {}
@@ -103,16 +103,12 @@ class BlockPool:
         return len(self._free) + len(self._evictable.batch_of)
 
     @property
-    def num_lent(self) -> int:
-        return self._num_lent
-
-    @property
     def num_quarantined(self) -> int:
         return len(self._quarantined)
 
     @property
     def num_held(self) -> int:
-        return self.num_blocks - self.num_available - self._num_lent - len(self._quarantined)
+        return self.num_blocks - self.num_available - self.num_lent - len(self._quarantined)
 
     def match(self, hashes: Iterable[Hashable]) -> list[int]:
         """The blocks of the longest run of `hashes`, from the first on, that is registered. Holds none of them."""
@@ -142,15 +138,14 @@ class BlockPool:
             if not refs:
                 self._evictable.remove(block_id)
             elif refs == lend_counts[block_id]:
-                self._num_lent -= 1
+                self.num_lent -= 1
             ref_counts[block_id] = refs + 1
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Blocks for new content, held once, ascending. There must be `num_blocks` available."""
         free, ref_counts = self._free, self._ref_counts
-        split = max(0, len(free) - num_blocks)
-        taken = free[split:]
-        del free[split:]
+        taken = free[-num_blocks:] if num_blocks else []
+        del free[len(free) - len(taken) :]
         if len(taken) < num_blocks:
             taken += self._evict(num_blocks - len(taken))
         if num_blocks > 1:
@@ -170,7 +165,7 @@ class BlockPool:
             if refs:
                 assert refs >= lend_counts[block_id], f"block {block_id} is released by one who has lent it"
                 if refs == lend_counts[block_id]:
-                    self._num_lent += 1
+                    self.num_lent += 1
             elif names[block_id] is not None:
                 evictable.append(block_id)
             else:
@@ -180,17 +175,21 @@ class BlockPool:
 
     def lend(self, block_ids: Iterable[int]) -> None:
         """One holder of each of these blocks will only keep it for somebody elsewhere, until `reclaim`."""
+        ref_counts, lend_counts = self._ref_counts, self._lend_counts
         for block_id in block_ids:
-            self._lend_counts[block_id] += 1
-            if self._lend_counts[block_id] == self._ref_counts[block_id]:
-                self._num_lent += 1
+            lenders = lend_counts[block_id] + 1
+            lend_counts[block_id] = lenders
+            if lenders == ref_counts[block_id]:
+                self.num_lent += 1
 
     def reclaim(self, block_ids: Iterable[int]) -> None:
         """Undoes one `lend`; the blocks are still held."""
+        ref_counts, lend_counts = self._ref_counts, self._lend_counts
         for block_id in block_ids:
-            if self._lend_counts[block_id] == self._ref_counts[block_id]:
-                self._num_lent -= 1
-            self._lend_counts[block_id] -= 1
+            lenders = lend_counts[block_id]
+            if lenders == ref_counts[block_id]:
+                self.num_lent -= 1
+            lend_counts[block_id] = lenders - 1
 
     def quarantine(self, block_ids: Iterable[int]) -> None:
         """Takes blocks from their only holder, to be used by nobody until `settle`. They must have no name."""
@@ -232,7 +231,7 @@ class BlockPool:
         assert set().union(*places) == set(range(self.num_blocks)), "a block is nowhere"
         assert sum(map(len, places)) == self.num_blocks, "a block is in two places"
         assert all(self._lend_counts[b] <= self._ref_counts[b] for b in range(self.num_blocks)), "lent by no holder"
-        assert (len(lent), len(held)) == (self._num_lent, self.num_held)
+        assert (len(lent), len(held)) == (self.num_lent, self.num_held)
         named = {block_id: name for block_id, name in enumerate(self._names) if name is not None}
         assert named == {block_id: name for name, block_id in self._registered.items()}, "names are not one to one"
         assert cached <= named.keys() <= cached | held | lent, "a name on a block without content"

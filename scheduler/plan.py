@@ -65,6 +65,8 @@ class Step:
 
     def work(self) -> StepWork:
         decode_sequences, kv_tokens = self.num_in_stride, self.stride_context_tokens
+        if not self.chunks:
+            return StepWork(0, 0, decode_sequences, kv_tokens)
         if self.num_tokens == len(self.chunks) + decode_sequences:
             kv_tokens += len(self.chunks) + sum([chunk[1] for chunk in self.chunks])
             return StepWork(0, 0, self.num_tokens, kv_tokens)
@@ -90,9 +92,9 @@ class Logprobs:
     prompt: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
-    """What the engine computed for a step.
+    """What the engine computed for a step. Nobody writes to it; one is made at every step, so it is not frozen.
 
     `token_ids[i]` is the token sampled for chunk i, -1 where the chunk does not sample. `logprobs` maps the index of a
     chunk to its log-probabilities, for those few chunks that want any. `refused` maps it to the reason why no token can

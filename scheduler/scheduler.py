@@ -24,6 +24,7 @@ from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from math import inf
 
 from baton.proto.messages import FailureKind, FinishReason, Leg, Request, Role
 from baton.proto.settings import SchedulerSettings
@@ -31,11 +32,14 @@ from baton.scheduler.blocks import BlockPool, extend_prefix_hashes
 from baton.scheduler.flights import StepsInFlight
 from baton.scheduler.load import SchedulerCounters, SchedulerLoad
 from baton.scheduler.plan import Chunk, Emitted, Progressed, Step, StepResult
-from baton.scheduler.queue import SequenceQueue
+from baton.scheduler.queue import Order, SequenceQueue
 from baton.scheduler.sequence import Sequence, State
 from baton.scheduler.stride import Stride
 
 __all__ = ["Refusal", "Scheduler", "SchedulerConfig", "SchedulerCounters", "SchedulerLoad"]
+
+_FIRST: Order = ()
+_LAST: Order = (inf,)
 
 # Makes a named tuple in half the time of a call of its class; there are two for each token.
 _new = tuple.__new__
@@ -101,6 +105,8 @@ class Scheduler:
         self._stride: Stride | None = None
         self._attended = self._running.sequences  # those of the running that a plan looks at: all not in stride
         self._had_token: set[Sequence] = set()  # of the attended, those who had one at the last step
+        self._filling: list[Sequence] = []  # those in stride of whom the step in flight completes a block
+        self._full: list[Sequence] = []  # those of whom the last step did, so that they need one more now
         if config.foretold_token is not None:
             assert not config.plans_ahead, "who plans ahead cannot foretell"
             self._stride = Stride(config.foretold_token)
@@ -321,11 +327,11 @@ class Scheduler:
                 self._look_ahead(sequence, length)
             if sequence.num_queued_tokens:
                 self._count_prompt_tokens(sequence, start, end)
-        for sequence in joined:
-            self._attended.remove(sequence)
+        if joined:
+            self._attended[:] = [sequence for sequence in self._attended if sequence not in joined]
         if self._landed:
             self._start_landed(now)
-        if not preempted and not short_of_blocks:
+        if self._waiting.sequences and not preempted and not short_of_blocks:
             # What rounding to a block's end has left of the budget is no chunk to begin a prompt with.
             self._admit(chunks, reserved, 0 if budget_cut else budget, now)
         return self._planned(chunks, preempted, reserved, skipped, offered)
@@ -341,6 +347,8 @@ class Scheduler:
         prefill = Leg.PREFILL
         num_sampled = step.num_in_stride
         self._at_rest = False
+        if self._stride is not None:
+            self._end_stride(self._stride)
         for (sequence, start, num_tokens, samples), token in zip(step.chunks, result.token_ids, strict=True):
             if departed and sequence in departed:
                 continue
@@ -372,9 +380,9 @@ class Scheduler:
             events.append(_new(Emitted, (sequence, token, finish)))
         self.counters.tokens_generated += num_sampled
         if self._stride is not None:
-            self._stride.end_step()
             self._had_token = {sequence for sequence, _, _, samples in step.chunks if samples}
-        self.pool.settle(flight.block_ids)
+        if flight.block_ids:
+            self.pool.settle(flight.block_ids)
         return events
 
     def _why_never(self, request: Request) -> str:
@@ -458,20 +466,64 @@ class Scheduler:
                                                                                          whatever they want
         """
         attended = self._attended
-        attended += stride.leave_due()
+        due = stride.due()
+        if due or self._full:
+            self._go_on(stride, due)
         if len(attended) > 1:
             attended.sort(key=self._order)
-        if not stride.members:
-            return
         running = self._running.sequences
+        crowded = len(running) > self.config.settings.max_num_batched_tokens
+        if not stride.members or not (attended or crowded):
+            return
         first_behind = len(attended)
         while first_behind and attended[first_behind - 1] is running[first_behind - 1 - len(attended)]:
             first_behind -= 1
         in_the_way = [each for each in attended[:first_behind] if len(each.token_ids) - each.num_computed_tokens != 1]
-        if in_the_way or len(running) > self.config.settings.max_num_batched_tokens:
+        if in_the_way or crowded:
             for sequence in list(stride.members):
                 stride.leave(sequence)
             attended[:] = running
+            self._filling = []
+
+    def _go_on(self, stride: Stride, due: list[Sequence]) -> None:
+        """Has those in stride of whom this step completes a block, or of whom the last one did, stay in it, as far as
+        that is the same as looking at each in its turn: up to the first that is looked at anyhow or finds no block.
+
+            tokens     | block, full | block, full | next block
+            step               due --^             ^-- one block more
+        """
+        members, attended, order, pool = stride.members, self._attended, self._order, self.pool
+        full, self._full = sorted([sequence for sequence in self._full if sequence in members], key=order), []
+        steps_left = {sequence: sequence.max_total_tokens - 1 - stride.num_tokens(sequence) for sequence in due}
+        leaving = [sequence for sequence, num_steps in steps_left.items() if num_steps <= 0]
+        first = min(map(order, attended + leaving), default=_LAST)
+        if len(self._running.sequences) > self.config.settings.max_num_batched_tokens:
+            first = _FIRST
+        for sequence in full:
+            if pool.num_available and order(sequence) < first:
+                sequence.block_ids += pool.allocate(1)
+            elif sequence not in steps_left:
+                leaving.append(sequence)
+                first = min(first, order(sequence))
+        for sequence in sorted(due, key=order):
+            if order(sequence) < first:
+                stride.stay(sequence, min(self._block_size, steps_left[sequence]))
+                self._filling.append(sequence)
+            elif steps_left[sequence] > 0:
+                leaving.append(sequence)
+        for sequence in leaving:
+            stride.leave(sequence)
+        self._had_token.update(leaving)
+        attended += leaving
+
+    def _end_stride(self, stride: Stride) -> None:
+        """A step is over for those in stride. Any others of it come after them in the order, if a block is full."""
+        stride.end_step()
+        filled = self._filling
+        for sequence in filled:
+            stride.write_up(sequence)
+            self._name_full_blocks(sequence, sequence.num_computed_tokens)
+        self._full, self._filling = filled, []
 
     def _quiet_steps(self, sequence: Sequence, end: int, length: int) -> int:
         """In how many steps from this one on, which computes its token `end - 1`, a running sequence gets a token and
@@ -601,7 +653,7 @@ class Scheduler:
         skipped: list[Sequence],
         offered: int,
     ) -> Step:
-        num_tokens = sum([chunk[2] for chunk in chunks])
+        num_tokens = sum([chunk[2] for chunk in chunks]) if chunks else 0
         self._num_planned += 1
         num_in_stride = context_tokens = 0
         if (stride := self._stride) is not None and (chunks or stride.members):

@@ -5,13 +5,15 @@ Owns: who they are, until which step, and what they have got meanwhile. Refuses 
 Only where the sampled tokens are known beforehand, as in a simulation. A member's `num_computed_tokens` and `token_ids`
 stay as they were when it joined; `write_up` brings them up to date, `leave` does so for the last time.
 
-    plan:    leave_due            join(sequence, num_steps)        begin_step
-    commit:                                                       end_step
+    plan:    due, then stay or leave      join(sequence, num_steps)      begin_step
+    commit:                                                             end_step
 """
 
 from __future__ import annotations
 
 from baton.scheduler.sequence import Sequence
+
+_SEEN = -1
 
 
 class Stride:
@@ -33,24 +35,36 @@ class Stride:
         self.context_tokens = 0
         """The sum of what members have computed, the step that has begun included."""
 
-    def leave_due(self) -> list[Sequence]:
-        """Those to whom something happens in the step that is planned now: they leave. Once a step."""
-        number = self._num_begun
-        left = []
+    def due(self) -> list[Sequence]:
+        """Those to whom something happens in the step that is planned now. Each is to `stay` or to `leave`."""
+        number, until = self._num_begun, self._until
+        due = []
         for sequence in self._due.pop(number, ()):
             # Who has left before, and has perhaps joined again, may be in more than one list or in one twice.
-            if self._until.get(sequence) == number:
-                self.leave(sequence)
-                left.append(sequence)
-        return left
+            if until.get(sequence) == number:
+                until[sequence] = _SEEN
+                due.append(sequence)
+        return due
 
     def join(self, sequence: Sequence, num_steps: int) -> None:
         """From the step that is planned now on it has that many steps in which it gets a token and nothing happens."""
-        until = self._num_begun + num_steps
         self.members[sequence] = sequence.num_computed_tokens - self._num_begun
-        self._until[sequence] = until
-        self._due.setdefault(until, []).append(sequence)
         self.context_tokens += sequence.num_computed_tokens
+        self.stay(sequence, num_steps)
+
+    def stay(self, sequence: Sequence, num_steps: int) -> None:
+        """A member that was due goes on: the next thing to happen to it does so that many steps from now."""
+        until = self._num_begun + num_steps
+        self._until[sequence] = until
+        others = self._due.get(until)
+        if others is None:
+            self._due[until] = [sequence]
+        else:
+            others.append(sequence)
+
+    def num_tokens(self, sequence: Sequence) -> int:
+        """How many tokens a member has, between two steps."""
+        return self.members[sequence] + self._num_begun + 1
 
     def leave(self, sequence: Sequence) -> None:
         """Between two steps, or before the next has begun."""

@@ -11,7 +11,6 @@ Equal scores rotate. Owns: the score and the turn. Refuses to know: who is allow
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
@@ -29,8 +28,7 @@ MOVE_COST = 0.1
 MOVE_COST_WITHIN_HOST = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
+class _Choice(NamedTuple):
     score: float
     source: Candidate
     sink: Candidate | None
