@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from baton.proto.messages import Role
+from baton.proto.value import value
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class End(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Stages:
     """Seconds of each stage of one request, as in the timeline that clients get; they add up to its E2E."""
 
@@ -45,7 +46,7 @@ class Stages:
     retry: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RequestOutcome:
     """One request. `number` is its position among the arrivals; times count from the start of the run, in seconds.
 

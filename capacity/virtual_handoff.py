@@ -29,6 +29,7 @@ from baton.kvtransfer.incoming import Incoming, Question, WantedPull
 from baton.kvtransfer.lease import LeaseTable, LeaseTaken, UnknownLease
 from baton.kvtransfer.runs import count_runs
 from baton.proto.messages import ChunkNotice, Leg
+from baton.proto.value import value
 from baton.scheduler.sequence import Sequence, State
 
 
@@ -48,7 +49,7 @@ class Worker(Protocol):
     def settle(self, sequence_id: str) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Landed:
     """A hand-off that is complete. `wait_s`: from the end of the prompt's computation to the last read's start;
     `transfer_s`: from there to validated KV."""

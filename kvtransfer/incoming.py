@@ -13,12 +13,12 @@ Owns: which tokens are known, read and validated, and what to do next. Refuses t
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 from baton.proto.messages import ChunkNotice, HandoffSource
+from baton.proto.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class WantedPull:
     """Whole blocks to read next; `num_tokens` is what will have been read in all after it."""
 
@@ -31,7 +31,7 @@ class WantedPull:
     early: bool
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Question:
     """Asked of the source after a read: is this epoch still lent? A yes validates tokens [0, num_tokens)."""
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from baton.proto import inference_pb2 as inference
 from baton.proto import worker_pb2 as wire
+from baton.proto.value import value
 
 
 class Role(StrEnum):
@@ -147,9 +148,9 @@ class HandoffSource:
         return cls(message.worker_id, message.incarnation, message.address, message.sequence_id)
 
 
-@dataclass(slots=True)
+@value
 class Request:
-    """One leg of one attempt at a client's request, as a worker sees it. Nobody writes to it.
+    """One leg of one attempt at a client's request, as a worker sees it.
 
     `sequence_id` is minted by the router for each leg of each attempt and never comes from a client.
     `token_ids` is the prompt followed by the output tokens that the client already has, so `len(token_ids) -
@@ -234,12 +235,9 @@ class TokenLogprob:
         )
 
 
-@dataclass(slots=True)
+@value
 class StageTimes:
-    """Seconds that one leg spent in each of its stages. Stages of other legs are 0.
-
-    Not frozen, as are `LoadReport` and `Request`: that would take five times as long to make. Nobody writes to them.
-    """
+    """Seconds that one leg spent in each of its stages. Stages of other legs are 0."""
 
     prefill_queue: float = 0.0
     prefill_compute: float = 0.0
@@ -270,7 +268,7 @@ class StageTimes:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class LegSummary:
     """What a leg cost. `connector` names what moved the KV, empty where nothing moved."""
 
@@ -418,9 +416,9 @@ _LOAD_SCALARS = (
 )
 
 
-@dataclass(slots=True)
+@value
 class LoadReport:
-    """How busy one incarnation of a worker was `age_s` seconds before it was sent. Nobody writes to it.
+    """How busy one incarnation of a worker was `age_s` seconds before it was sent.
 
     `queued_tokens`: prompt tokens accepted but not computed. `free_blocks` counts free and evictable blocks.
     `last_submit` is the number of the last `Submit` of the receiving router's stream that the figures include.
@@ -577,7 +575,7 @@ _GEOMETRY = tuple(wire.KvGeometry.DESCRIPTOR.fields_by_name)
 _ALIKE = ("version", *(name for name in _GEOMETRY if name not in ("version", "tp_size")))
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ChunkNotice:
     """The lender's word that tokens [0, num_tokens) of a sequence have KV in these blocks, for one epoch.
 

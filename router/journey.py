@@ -36,6 +36,7 @@ from baton.proto.messages import (
     TokenBatch,
     TokenLogprob,
 )
+from baton.proto.value import value
 from baton.router.dispatch import DeadlinePassed, Dispatcher, NoWorker, Outcome, QueueFull
 from baton.router.fork import Fork, Landing
 from baton.router.ledger import Ledger
@@ -44,7 +45,7 @@ from baton.router.load import LoadBook
 from baton.router.placement import Placement, PlacementQuery
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Errand:
     """One output that a client wants. `resume_token_ids`: output tokens that it already has.
 

@@ -18,6 +18,7 @@ from random import Random
 from typing import NamedTuple, Protocol
 
 from baton.proto.messages import Leg, Role
+from baton.proto.value import value
 
 MAX_EXPECTED_OUTPUT_TOKENS = 256
 """Room for output that a placement counts on at most. Clients ask for far more than they use; a worker preempts when
@@ -29,9 +30,9 @@ def can_serve(roles: Collection[Role]) -> bool:
     return Role.COLOCATED in roles or (Role.PREFILL in roles and Role.DECODE in roles)
 
 
-@dataclass(slots=True)
+@value
 class PlacementQuery:
-    """One attempt of one request, as placement sees it. Nobody writes to it.
+    """One attempt of one request, as placement sees it.
 
     `num_tokens`: prompt and tokens already emitted, all of which need KV. `arrived_s` is the arrival of the request,
     not of the attempt, so a retry keeps its place. `attempt` above 0 was admitted before: the queue's bounds are not
@@ -59,10 +60,9 @@ class PlacementQuery:
         return f"{self.attempt_id}.{leg.name.lower()}"
 
 
-@dataclass(slots=True)
+@value
 class WorkerView:
-    """What the router believes of one worker now: its last report and what was sent to it since. Nobody writes to it;
-    to freeze it, or a `Candidate`, would take five times as long as to make it.
+    """What the router believes of one worker now: its last report and what was sent to it since.
 
     `queued_tokens`: prompt tokens that it has yet to compute. `running`: sequences on it in any state but lent.
     `free_kv_tokens`: room, less what is on its way there. `credit_tokens`, `credit_sequences`: what it may take now.
@@ -88,7 +88,7 @@ class WorkerView:
     age_s: float | None = None
 
 
-@dataclass(slots=True)
+@value
 class Candidate:
     """A worker, and how many of the query's tokens it would have to compute (or fetch), at least one."""
 
@@ -117,7 +117,7 @@ class PlacedLeg(NamedTuple):
     worker_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Placement:
     """Who runs which leg: a pair, a `whole`, or under late binding first `prefill` and later `decode` alone.
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.proto.messages import LoadReport, Role, WorkerCounters
+from baton.proto.value import value
 
 _NOTHING_COUNTED = WorkerCounters()
 
 
-@dataclass(slots=True)
+@value
 class SchedulerLoad:
     """Made at every step: not frozen, as that takes five times as long, but nobody writes to it.
 

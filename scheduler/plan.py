@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from baton.proto.messages import FinishReason, TokenLogprob
+from baton.proto.value import value
 from baton.scheduler.sequence import Sequence
 
 
@@ -42,10 +43,9 @@ class StepWork(NamedTuple):
     kv_tokens: int
 
 
-@dataclass(slots=True)
+@value
 class Step:
-    """One batch for the engine, and what else the plan decided. Not frozen, which would cost as much as a short plan;
-    nobody writes to it.
+    """One batch for the engine, and what else the plan decided.
 
     `preempted` lost their blocks in this plan: whoever lent them must revoke the lease before the step runs.
     `reserved` have got blocks for a hand-off: decode legs, which may start to pull, and prefill legs, which begin.
@@ -92,9 +92,9 @@ class Logprobs:
     prompt: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(slots=True)
+@value
 class StepResult:
-    """What the engine computed for a step. Nobody writes to it; one is made at every step, so it is not frozen.
+    """What the engine computed for a step.
 
     `token_ids[i]` is the token sampled for chunk i, -1 where the chunk does not sample. `logprobs` maps the index of a
     chunk to its log-probabilities, for those few chunks that want any. `refused` maps it to the reason why no token can
