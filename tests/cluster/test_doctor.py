@@ -41,7 +41,7 @@ def measured(cluster):
     deadline = time.monotonic() + 30
     while True:
         readers = [worker for worker in cluster.workers() if worker.role == "decode"]
-        if all(lane.gb_per_s > 0 for reader in readers for lane in reader.lanes):
+        if all(reader.lanes and all(lane.gb_per_s > 0 for lane in reader.lanes) for reader in readers):
             return readers
         assert time.monotonic() < deadline, readers
         time.sleep(0.1)
