@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from baton.capacity.cluster import ClusterSetup, PoolSetup
 from baton.capacity.cost import CostModel, Curve, Origin, RoutingCost, Source, StepCost, TransferCost
+from baton.capacity.virtual_loop import VirtualLoop
 from baton.proto.messages import Role
 from baton.proto.settings import SchedulerSettings
 from baton.router.config import RouterSettings
@@ -33,3 +36,21 @@ def cluster(
     return ClusterSetup(
         "test", pools, max_model_len=8192, kv_bytes_per_token=kv_bytes_per_token, router=router or RouterSettings()
     )
+
+
+def ends_on(loop: VirtualLoop, works: Sequence[tuple[float, Callable[[Callable[[], None]], object]]]) -> list[float]:
+    """When works end of which each begins at a time, by a function that is told what to call at its end."""
+    ends = [0.0] * len(works)
+    left = len(works)
+
+    def ended(index: int) -> None:
+        nonlocal left
+        ends[index] = loop.time()
+        left -= 1
+        if not left:
+            loop.stop()
+
+    for index, (start_s, begin) in enumerate(works):
+        loop.at(start_s, lambda index=index, begin=begin: begin(lambda: ended(index)))
+    loop.run()
+    return ends

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import astuple, replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_cluster import cluster, cost_model
+from virtual_cluster import cluster, cost_model, ends_on
 
 from baton.capacity import workload
 from baton.capacity.cores import Cores, CoreSpeed, shared_cores
@@ -32,20 +33,7 @@ def cores_of(loop: VirtualLoop, cores: float, crowded_speed: float = 1.0) -> Cor
 def ends_of(tasks: list[Task], cores: float, crowded_speed: float = 1.0) -> list[float]:
     loop = VirtualLoop()
     machine = cores_of(loop, cores, crowded_speed)
-    ends = [0.0] * len(tasks)
-    left = len(tasks)
-
-    def ended(index: int) -> None:
-        nonlocal left
-        ends[index] = loop.time()
-        left -= 1
-        if not left:
-            loop.stop()
-
-    for index, (start_s, alone_s, threads) in enumerate(tasks):
-        loop.at(start_s, lambda index=index, a=alone_s, t=threads: machine.run(a, t, lambda: ended(index)))
-    loop.run()
-    return ends
+    return ends_on(loop, [(start_s, partial(machine.run, alone_s, threads)) for start_s, alone_s, threads in tasks])
 
 
 def slow_ends_of(tasks: list[Task], cores: float, crowded_speed: float) -> list[float]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_cluster import cluster, cost_model
+from virtual_cluster import cluster, cost_model, ends_on
 
 from baton.capacity.cost import RoutingCost, TransferCost
 from baton.capacity.outcome import End, RequestOutcome, RunOutcome
@@ -23,20 +24,7 @@ def ends_of(reads: list[tuple[float, float]]) -> list[float]:
     """When reads (start, seconds alone) end, by a lane."""
     loop = VirtualLoop()
     lane = Lane(loop)
-    ends = [0.0] * len(reads)
-    left = len(reads)
-
-    def ended(index: int) -> None:
-        nonlocal left
-        ends[index] = loop.time()
-        left -= 1
-        if not left:
-            loop.stop()
-
-    for index, (start_s, alone_s) in enumerate(reads):
-        loop.at(start_s, lambda index=index, alone_s=alone_s: lane.read(alone_s, lambda: ended(index)))
-    loop.run()
-    return ends
+    return ends_on(loop, [(start_s, partial(lane.read, alone_s)) for start_s, alone_s in reads])
 
 
 def slow_ends_of(reads: list[tuple[float, float]]) -> list[float]:
