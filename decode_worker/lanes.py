@@ -10,7 +10,7 @@ A rate is measured while at least one read is under way, over one or several of 
 
     reads   |-----------|   |--------|                 bytes of all of them / time with any of them under way
                 |--------------|
-    busy    |<----------------->|  |<-->| ...          over at least 1 MiB
+    busy    |<----------------->|  |<-->| ...          over at least 1 MiB, until no read is under way or 50 ms are full
 """
 
 from __future__ import annotations
@@ -141,6 +141,12 @@ class LaneBook:
         lane.num_reads += 1
         self._carry(lane, transport)
         if lane.num_bytes >= MIN_BYTES and (lane.num_reading == 0 or lane.busy_s >= WINDOW_S):
+            self._measure(lane)
+
+    def probed(self, incarnation: str) -> None:
+        """Reads for the sake of measuring are over: what came is a figure, also while reads of others are under way."""
+        lane = self._lanes.get(incarnation)
+        if lane is not None and lane.num_bytes >= MIN_BYTES:
             self._measure(lane)
 
     def unmeasured(self, incarnation: str, reason: str) -> None:

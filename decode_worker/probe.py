@@ -160,6 +160,8 @@ class Prober:
                 break
         if probe.failure:
             self._lanes.unmeasured(link.incarnation, probe.failure)
+        else:
+            self._lanes.probed(link.incarnation)
 
     async def _measured_round(self, probe: _Probe, link: PeerLink, blocks: list[int], count: int) -> None:
         for _ in range(count):

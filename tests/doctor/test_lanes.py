@@ -87,6 +87,17 @@ def test_small_reads_are_no_measurement_until_they_make_a_mebibyte() -> None:
     assert lanes.lane.gb_per_s > 0
 
 
+def test_a_probe_has_a_figure_when_it_is_over_though_a_hand_off_reads_all_the_while() -> None:
+    lanes = Lanes()
+    lanes.book.reading("i")
+    lanes.read(2 * MIB, 0.01)
+    assert lanes.lane.gb_per_s == 0
+    lanes.book.probed("i")
+    assert lanes.lane.gb_per_s == pytest.approx(2 * MIB / 0.01 / 1e9)
+    lanes.book.probed("i")
+    assert len(lanes.book._lanes["i"].measurements) == 1
+
+
 def test_the_best_of_the_last_measurements_counts() -> None:
     lanes = Lanes()
     lanes.read(MIB, 0.001)
