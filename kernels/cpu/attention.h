@@ -274,6 +274,7 @@ static void shape_tiles_for_rows(int group) {
         shapes.bytes[t] = 64;
         shapes.rows[t] = (uint8_t)(t < 5 ? 16 : group);
     }
+    written();
     _tile_loadconfig(&shapes);
 }
 
@@ -309,6 +310,7 @@ static void meet_segment_on_tiles(const bf16 *q, int group, const Cache<bf16> &c
     alignas(64) static thread_local bf16 weights[16 * SEGMENT], values[2 * 16 * 32];
     const long dim = cache.dim, stride = dim * 2;
     const bool two = dim == 64;  // the usual width: queries stay in their tiles
+    written();
     if (two) {
         _tile_loadd(3, q, 64);
         _tile_loadd(4, q + 512, 64);
@@ -365,6 +367,7 @@ static void meet_segment_on_tiles(const bf16 *q, int group, const Cache<bf16> &c
                 _mm512_store_si512(values + i * 16, _mm512_unpacklo_epi16(a, b));
                 _mm512_store_si512(values + 512 + i * 16, _mm512_unpackhi_epi16(a, b));
             }
+            written();
             _tile_loadd(7, weights + j, SEGMENT * 2);
             _tile_loadd(0, values, 64);
             _tile_dpbf16ps(5, 7, 0);
@@ -387,7 +390,7 @@ static void meet_segment_on_tiles(const bf16 *q, int group, const Cache<bf16> &c
 // holds them side by side and memory gives long pieces faster.
 template <class T>
 static void attend_alone(bool tiles, const Cache<T> &cache, long layer, long group, long first_head, long last_head,
-                         const Alone<T> *rows, long count) {
+                         const Alone<T> *rows, long count, long depth_step) {
     const long dim = cache.dim, heads = last_head - first_head;
     const float scale = LOG2E / sqrtf((float)dim);
     const long token_bytes = cache.kv_heads * 2 * dim * (long)sizeof(T);
@@ -441,10 +444,12 @@ static void attend_alone(bool tiles, const Cache<T> &cache, long layer, long gro
             }
         }
         behind += padded(row.context, cache.block_size) / cache.block_size * ahead.block_bytes();
-        T *out = row.out + first_head * group * dim;
         for (long g = 0; g < heads * group; g++)
-            for (long d = 0; d < dim; d += LANES)
-                store(out + g * dim + d, load(&sums[g * dim + d]) / running[g].total);
+            for (long d = 0; d < dim; d += LANES) {
+                const long column = (first_head * group + g) * dim + d;
+                store(row.out + column / DEPTH * depth_step + column % DEPTH,
+                      load(&sums[g * dim + d]) / running[g].total);
+            }
     }
 #if HAS_AMX
     if (shaped) _tile_release();
@@ -469,7 +474,9 @@ template <class T> struct Chunk {
 
     const T *q;  // the chunk's first row; rows are q_stride apart, heads `dim`
     long q_stride;
-    T *out;  // [rows][heads][dim]
+    T *out;
+    Layout layout;  // of `out`, whose rows have heads * dim columns
+    long place;     // of the chunk's first row there
     long rows, start, heads;
     const Cache<T> *cache;
     long layer;
@@ -535,7 +542,7 @@ template <class T> struct Chunk {
             total[r] = splat(0.0f);
         }
         memset(sums, 0, sizeof(float) * BLOCK * depth());
-        Multiplier block(tiles, false);
+        Multiplier block(tiles);
         const long visible = start + first + count;  // of the last row
         for (long from = 0; from < visible; from += KEYS) {
             const long width = visible - from < KEYS ? padded(visible - from, PANEL) : KEYS;
@@ -586,10 +593,10 @@ template <class T> struct Chunk {
             }
         }
         for (int r = 0; r < count; r++) {
-            T *row = out + ((first + r) * heads + head) * dim;
             const float whole = sum_of(total[r]);
             for (long d = 0; d < dim; d += LANES)
-                store(row + d, load(sums + (d / PANEL) * PANEL * BLOCK + r * PANEL + d % PANEL) / whole);
+                store(out + layout.at(place + first + r, head * dim + d),
+                      load(sums + (d / PANEL) * PANEL * BLOCK + r * PANEL + d % PANEL) / whole);
         }
     }
 };

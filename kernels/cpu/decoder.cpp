@@ -119,26 +119,26 @@ template <Finish F> void finish_columns(F16 y, const bf16 *bias, void *out, long
 }
 
 // Columns are shared out: each thread reads its part of the matrix.
-template <Finish F> void product(Engine &engine, const Product &w, const bf16 *x, long rows, void *out) {
+template <Finish F>
+void product(Engine &engine, const Product &w, const bf16 *x, long rows, void *out, bool tiled = false) {
+    const Layout from{w.depth, tiled}, gated{w.columns / 2, tiled};
     const long panels = padded(w.columns, PANEL) / PANEL;
     const long parts = std::min<long>(engine.team.size(), panels);
     engine.team.each(parts, [&](long part, int) {
-        multiply(engine.tiles, rows, x, w.depth, w.packed, w.depth, panels * part / parts, panels * (part + 1) / parts,
-                 [&](long row, int count, long column, const float *sums) {
+        multiply(engine.tiles, rows, x, from, w.packed, panels * part / parts, panels * (part + 1) / parts,
+                 [&](long row, long column, const float *sums) __attribute__((always_inline)) {
                      const bf16 *bias = w.bias ? w.bias + column : nullptr;
                      const long left = w.columns - column;
-                     for (int r = 0; r < count; r++, sums += PANEL) {
-                         if constexpr (F == GATED) {
-                             F16 gate = load(sums), up = load(sums + LANES);
-                             if (bias) gate += load(bias), up += load(bias + LANES);
-                             store((bf16 *)out + (row + r) * (w.columns / 2) + column / 2, silu(gate) * up);
-                         } else {
-                             const long place = (row + r) * w.columns + column;
-                             finish_columns<F>(load(sums), bias, out, place, left);
-                             if (left > LANES)
-                                 finish_columns<F>(load(sums + LANES), bias ? bias + LANES : nullptr, out,
-                                                   place + LANES, left - LANES);
-                         }
+                     if constexpr (F == GATED) {
+                         F16 gate = load(sums), up = load(sums + LANES);
+                         if (bias) gate += load(bias), up += load(bias + LANES);
+                         store((bf16 *)out + gated.at(row, column / 2), silu(gate) * up);
+                     } else {
+                         const long place = row * w.columns + column;
+                         finish_columns<F>(load(sums), bias, out, place, left);
+                         if (left > LANES)
+                             finish_columns<F>(load(sums + LANES), bias ? bias + LANES : nullptr, out, place + LANES,
+                                               left - LANES);
                      }
                  });
     });
@@ -180,7 +180,9 @@ void store_rows(Team &team, T *qkv, long tokens, long heads, const T *qk_norm, f
 constexpr long FEW = 6;  // a chunk of so few rows is not worth packing for
 
 template <class T>
-void attend(Engine &engine, const T *q, long q_stride, long heads, const Paged &paged, long layer, T *out) {
+void attend(Engine &engine, const T *q, long q_stride, long heads, const Paged &paged, long layer, T *out,
+            bool tiled = false) {
+    const Layout layout{heads * paged.dim, tiled};
     const Cache<T> cache = cache_of<T>(paged);
     const long group = heads / paged.kv_heads;
     std::vector<Alone<T>> rows;
@@ -189,7 +191,7 @@ void attend(Engine &engine, const T *q, long q_stride, long heads, const Paged &
     for (long i = 0; i < paged.sequences; first += paged.query_lens[i++])
         for (long r = 0; r < paged.query_lens[i] && paged.query_lens[i] <= FEW; r++) {
             const long context = paged.context_lens[i] - paged.query_lens[i] + r + 1;
-            rows.push_back({q + (first + r) * q_stride, out + (first + r) * heads * paged.dim,
+            rows.push_back({q + (first + r) * q_stride, out + layout.at(first + r, 0),
                             paged.table + paged.table_starts[i], context});
             behind.push_back(behind.back() + context);
         }
@@ -204,14 +206,14 @@ void attend(Engine &engine, const T *q, long q_stride, long heads, const Paged &
         };
         attend_alone(engine.tiles, cache, layer, group, paged.kv_heads * share / by_head,
                      paged.kv_heads * (share + 1) / by_head, rows.data() + row_at(part),
-                     row_at(part + 1) - row_at(part));
+                     row_at(part + 1) - row_at(part), layout.depth_step());
     });
     first = 0;
     for (long i = 0; i < paged.sequences; first += paged.query_lens[i++]) {
         const long length = paged.query_lens[i];
         if (length <= FEW) continue;
-        Chunk<T> chunk{q + first * q_stride, q_stride, out + first * heads * paged.dim, length,
-                       paged.context_lens[i] - length, heads, &cache, layer, paged.table + paged.table_starts[i],
+        Chunk<T> chunk{q + first * q_stride, q_stride, out, layout, first, length, paged.context_lens[i] - length,
+                       heads, &cache, layer, paged.table + paged.table_starts[i],
                        nullptr};
         typedef typename Chunk<T>::Number Packed;
         chunk.packed = (Packed *)engine.packed.of(chunk.packed_size() * (long)sizeof(Packed));
@@ -296,39 +298,46 @@ void baton_attend(Engine *engine, int number, const void *q, long q_stride, long
 // The whole step; `out` [rows][hidden] is the final hidden state of the rows asked for.
 void baton_step(Engine *engine, const Model *model, const Step *step, const Paged *paged, bf16 *out) {
     const long E = model->hidden, dim = model->dim, width = (model->heads + 2 * model->kv_heads) * dim;
-    const long attended_width = model->heads * dim;
     long tokens = step->tokens;
     Team &team = engine->team;
-    const long most = std::max(tokens, step->rows);  // a row may be asked for twice
+    bool tiled = engine->tiles && tokens > BLOCK;
+    Layout hidden{E, tiled}, heads{model->heads * dim, tiled};
+    const long most = padded(std::max(tokens, step->rows), 16);  // a row may be asked for twice
     bf16 *x = engine->x.of(most * E), *normed = engine->normed.of(most * E), *qkv = engine->qkv.of(most * width);
-    bf16 *attended = engine->attended.of(tokens * attended_width), *middle = engine->middle.of(most * model->middle);
+    bf16 *attended = engine->attended.of(most * heads.columns), *middle = engine->middle.of(most * model->middle);
+    const auto norm = [&](const bf16 *weight, const Layout &layout, bf16 *out) {
+        each_row(team, tokens, [&](long t) {
+            normalise(x + t * E, weight, E, model->epsilon, out + layout.at(t, 0), layout.depth_step());
+        });
+    };
     each_row(team, tokens, [&](long t) { memcpy(x + t * E, model->embedding + step->token_ids[t] * E, 2 * E); });
     for (long l = 0; l < model->num_layers; l++) {
         const Layer &layer = model->layers[l];
-        each_row(team, tokens,
-                 [&](long t) { normalise(x + t * E, layer.attention_norm, E, model->epsilon, normed + t * E); });
-        product<PLAIN>(*engine, layer.qkv, normed, tokens, qkv);
+        norm(layer.attention_norm, hidden, normed);
+        product<PLAIN>(*engine, layer.qkv, normed, tokens, qkv, tiled);
         store_rows(team, qkv, tokens, model->heads, layer.qk_norm, model->epsilon, step->cosine, step->sine, *paged, l,
                    step->blocks, step->offsets);
         if (l == model->num_layers - 1 && step->rows == 0) return;
-        attend(*engine, qkv, width, model->heads, *paged, l, attended);
+        attend(*engine, qkv, width, model->heads, *paged, l, attended, tiled);
         if (l == model->num_layers - 1) {
-            // Rows may be asked for in any order: they are picked into memory that is free by now.
+            // Rows may be asked for in any order: they are picked, one after the other, into memory that is free by now.
             bf16 *picked = normed, *picked_attended = qkv;
             for (long r = 0; r < step->rows; r++) {
+                const bf16 *row = attended + heads.at(step->row_ids[r], 0);
                 memcpy(picked + r * E, x + step->row_ids[r] * E, 2 * E);
-                memcpy(picked_attended + r * attended_width, attended + step->row_ids[r] * attended_width,
-                       2 * attended_width);
+                for (long d = 0; d < heads.columns; d += DEPTH)
+                    memcpy(picked_attended + r * heads.columns + d, row + d / DEPTH * heads.depth_step(), 2 * DEPTH);
             }
             std::swap(x, normed);
             attended = picked_attended;
             tokens = step->rows;
+            tiled = hidden.tiled = false;
         }
-        product<ADD>(*engine, layer.output, attended, tokens, x);
-        each_row(team, tokens, [&](long t) { normalise(x + t * E, layer.mlp_norm, E, model->epsilon, normed + t * E); });
-        product<GATED>(*engine, layer.gate_up, normed, tokens, middle);
-        product<ADD>(*engine, layer.down, middle, tokens, x);
+        product<ADD>(*engine, layer.output, attended, tokens, x, tiled);
+        norm(layer.mlp_norm, hidden, normed);
+        product<GATED>(*engine, layer.gate_up, normed, tokens, middle, tiled);
+        product<ADD>(*engine, layer.down, middle, tokens, x, tiled);
     }
-    each_row(team, tokens, [&](long t) { normalise(x + t * E, model->norm, E, model->epsilon, out + t * E); });
+    norm(model->norm, Layout{E}, out);
 }
 }

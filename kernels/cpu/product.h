@@ -7,8 +7,17 @@
 //   panel of 32 columns, bf16:  [k / 2][column][2]   a line of the cache holds 16 columns and two k
 //                        fp32:  [k][column]
 //
-// Panels follow each other, so a product reads its matrix once, front to back.
+// Panels follow each other, so a product reads its matrix once, front to back. Rows of up to one block take a panel as
+// it comes from memory. More of them meet a panel block by block, with tiles:
+//
+//   first cache    the panel, up to 640 deep
+//   second cache   all rows, which are loaded past the first one; the next panel, which is fetched meanwhile
+//   tiles          block m x panel | block m + 1 x panel | ..
+//   vectors                          bias, sum or gate of block m, and its rounding | .. of block m + 1
 #pragma once
+
+#include <algorithm>
+#include <type_traits>
 
 #include "vector.h"
 
@@ -23,7 +32,27 @@
 static constexpr int PANEL = 32;  // columns
 static constexpr int DEPTH = 32;  // bf16 matrices have a multiple of so many k
 
+static constexpr int MOST_ROWS = 1024;  // that are multiplied with one panel after the other
+static constexpr int PANEL_DEPTH = 640;  // of a part of a panel that stays in the first cache
+
 static inline long padded(long n, long unit) { return (n + unit - 1) / unit * unit; }
+
+// How rows of numbers lie: one after the other, or cut into tiles of 16 rows by 32 columns, each in one piece of memory.
+//
+//   tiled:  [row / 16][column / 32][row % 16][column % 32]
+//
+// Where a row is told apart in what follows, it begins at at(row, 0), and sixteen columns are always in one piece.
+struct Layout {
+    long columns;
+    bool tiled = false;
+
+    long row_step() const { return tiled ? DEPTH : columns; }
+    long depth_step() const { return tiled ? 16 * DEPTH : DEPTH; }  // from 32 columns to the next
+    long at(long row, long column) const {
+        return tiled ? row / 16 * 16 * columns + row % 16 * DEPTH + column / DEPTH * 16 * DEPTH + column % DEPTH
+                     : row * columns + column;
+    }
+};
 
 // The system lends the tiles to a process that asks.
 static bool amx_granted() {
@@ -122,6 +151,9 @@ static void multiply_last(int rows, const typename Kind::Number *a, long stride,
 static constexpr int BLOCK = 32;  // rows of a block, at most
 
 #if HAS_AMX
+// Tiles read memory behind the compiler's back: what was written to it until here has to be there.
+static inline void written() { asm volatile("" ::: "memory"); }
+
 struct TileShapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t bytes[16] = {};
@@ -137,18 +169,40 @@ static void shape_tiles(int rows) {
         shapes.bytes[t] = 64;
         shapes.rows[t] = (uint8_t)heights[t];
     }
+    written();
     _tile_loadconfig(&shapes);
 }
 
-// What a step of k will read four steps later. A panel that is read once comes from memory.
-template <bool Once> static inline void prefetch_lines(const bf16 *lines) {
-    if constexpr (Once)
+// How a block's rows and panel come to the core, and what else it does meanwhile, at each step of k.
+struct FromMemory {  // a panel for the only rows there are: what four steps later reads is fetched
+    static constexpr bool KEEPS_PANEL = false;
+    inline void step(const bf16 *lines) const {
         for (int i = 0; i < 32; i++) __builtin_prefetch((const char *)(lines + 4 * 32 * PANEL) + i * 64);
-}
+    }
+};
+struct FromCache {
+    static constexpr bool KEEPS_PANEL = false;
+    inline void step(const bf16 *) const {}
+};
 
-template <bool Once>
-static void multiply_tiles(int rows, const bf16 *a, long stride, const bf16 *panel, long depth, float *out, bool more) {
-    const long a_bytes = stride * 2, out_bytes = PANEL * 4, line_bytes = PANEL * 4;
+template <class Meanwhile>
+static inline void multiply_tiles(int rows, const bf16 *a, const Layout &layout, const bf16 *panel, long depth,
+                                  float *out, bool more, Meanwhile &meanwhile) {
+    const long a_bytes = layout.row_step() * 2, out_bytes = PANEL * 4, line_bytes = PANEL * 4;
+    const long to_lower = 16 * layout.columns, step = layout.depth_step();
+    // Rows that pass by a panel are loaded past the first cache, lest they drive it out.
+    const auto load_rows = [&](auto tile, const bf16 *from) __attribute__((always_inline)) {
+        if constexpr (Meanwhile::KEEPS_PANEL) {
+            if constexpr (tile() == 4) _tile_stream_loadd(4, from, a_bytes);
+            else _tile_stream_loadd(5, from, a_bytes);
+        } else {
+            if constexpr (tile() == 4) _tile_loadd(4, from, a_bytes);
+            else _tile_loadd(5, from, a_bytes);
+        }
+    };
+    const std::integral_constant<int, 4> upper;
+    const std::integral_constant<int, 5> lower;
+    written();
     if (rows > 16) {
         if (more) {
             _tile_loadd(0, out, out_bytes);
@@ -164,14 +218,15 @@ static void multiply_tiles(int rows, const bf16 *a, long stride, const bf16 *pan
         for (long k = 0; k < depth; k += 32) {
             const bf16 *lines = panel + k * PANEL;
             _tile_loadd(6, lines, line_bytes);
-            _tile_loadd(4, a + k, a_bytes);
+            load_rows(upper, a);
             _tile_dpbf16ps(0, 4, 6);
             _tile_loadd(7, lines + 32, line_bytes);
             _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(5, a + 16 * stride + k, a_bytes);
+            load_rows(lower, a + to_lower);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
-            prefetch_lines<Once>(lines);
+            meanwhile.step(lines);
+            a += step;
         }
         _tile_stored(0, out, out_bytes);
         _tile_stored(1, out + 16, out_bytes);
@@ -188,34 +243,45 @@ static void multiply_tiles(int rows, const bf16 *a, long stride, const bf16 *pan
     }
     for (long k = 0; k < depth; k += 32) {
         const bf16 *lines = panel + k * PANEL;
-        _tile_loadd(4, a + k, a_bytes);
+        load_rows(upper, a);
         _tile_loadd(6, lines, line_bytes);
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, lines + 32, line_bytes);
         _tile_dpbf16ps(1, 4, 7);
-        prefetch_lines<Once>(lines);
+        meanwhile.step(lines);
+        a += step;
     }
     _tile_stored(0, out, out_bytes);
     _tile_stored(1, out + 16, out_bytes);
 }
-#endif
 
 // A thread's hold on the tiles while it multiplies. They are shaped anew when the number of rows changes.
+class Tiles {
+public:
+    ~Tiles() {
+        if (shaped_) _tile_release();
+    }
+    void shape(int rows) {
+        if (shaped_ != rows) shape_tiles(shaped_ = rows);
+    }
+
+private:
+    int shaped_ = 0;
+};
+#endif
+
+// Products of single blocks, without anything between them.
 class Multiplier {
 public:
-    Multiplier(bool tiles, bool once) : tiles_(tiles), once_(once) {}
-    ~Multiplier() {
-#if HAS_AMX
-        if (shaped_) _tile_release();
-#endif
-    }
+    explicit Multiplier(bool tiles) : tiles_(tiles) {}
 
     // out[rows][PANEL] (+)= a x panel; `rows` is at most BLOCK.
     void operator()(int rows, const bf16 *a, long stride, const bf16 *panel, long depth, float *out, bool more) {
 #if HAS_AMX
         if (tiles_) {
-            if (shaped_ != rows) shape_tiles(rows), shaped_ = rows;
-            return (once_ ? multiply_tiles<true> : multiply_tiles<false>)(rows, a, stride, panel, depth, out, more);
+            FromCache meanwhile;
+            held_.shape(rows);
+            return multiply_tiles(rows, a, Layout{stride}, panel, depth, out, more, meanwhile);
         }
 #endif
         by_rows<Pairs>(rows, a, stride, panel, depth, out, more);
@@ -234,31 +300,102 @@ private:
         multiply_last<Kind, ROWS - 1>(rows, a, stride, panel, depth, out, more);
     }
 
-    bool tiles_, once_;
-    int shaped_ = 0;
+    bool tiles_;
+#if HAS_AMX
+    Tiles held_;
+#endif
 };
 
 // Rows that stay in a core's second cache while the panels pass by.
 static inline long rows_at_a_time(long depth) {
-    long rows = (768 << 10) / (depth * 2) / BLOCK * BLOCK;
-    return rows < BLOCK ? BLOCK : rows;
+    const long rows = (768 << 10) / (depth * 2) / BLOCK * BLOCK;
+    return std::clamp<long>(rows, BLOCK, MOST_ROWS);
 }
 
-// The product of `rows` rows with panels [first, last): calls finish(row, number of rows, column, block of sums).
+#if HAS_AMX
+// While tiles multiply, the rest of the core is free: it finishes the block before, and fetches the panel after.
+template <class Finish> struct Pipeline {
+    static constexpr bool KEEPS_PANEL = true;
+    const Finish &finish;
+    const float *sums = nullptr;  // of the block before: its rows [row, end)
+    long row = 0, end = 0, column = 0;
+    int rows_a_step = 0, lines_a_step = 0;
+    const char *next = nullptr;
+
+    inline void step(const bf16 *) {
+        for (int i = 0; i < lines_a_step; i++, next += 64) __builtin_prefetch(next, 0, 2);
+        for (int i = 0; i < rows_a_step && row < end; i++, row++, sums += PANEL) finish(row, column, sums);
+    }
+    // The block before is finished by now: a block has steps for all of its rows.
+    void finish_next(long first, int count, long of, const float *from) {
+        row = first, end = first + count, column = of, sums = from;
+    }
+    void finish_last() {
+        for (; row < end; row++, sums += PANEL) finish(row, column, sums);
+    }
+};
+
+// Rows [start, end), which stay in the second cache, by all panels. A panel too deep for the first cache is cut; the sums
+// of its parts are kept in fp32, so a row's sum has the same order as in one piece.
 template <class Finish>
-static void multiply(bool tiles, long rows, const bf16 *a, long stride, const bf16 *packed, long depth, long first,
-                     long last, Finish finish) {
-    Multiplier block(tiles, rows <= BLOCK);
+static void multiply_many(Tiles &held, long start, long end, const bf16 *a, const Layout &layout, const bf16 *packed,
+                          long first, long last, const Finish &finish) {
+    alignas(64) static thread_local float sums[(MOST_ROWS + BLOCK) * PANEL];
+    const long depth = layout.columns;
+    const long parts = (depth + PANEL_DEPTH - 1) / PANEL_DEPTH, part = padded((depth + parts - 1) / parts, DEPTH);
+    Pipeline<Finish> pipeline{finish};
+    const long rows = std::max<long>(end - start, BLOCK);
+    pipeline.lines_a_step = (int)((BLOCK * PANEL + rows - 1) / rows);
+    for (long p = first; p < last; p++) {
+        for (long k = 0; k < depth; k += part) {
+            const long some = std::min(part, depth - k);
+            const bf16 *panel = packed + (p * depth + k) * PANEL;
+            pipeline.next = (const char *)(panel + some * PANEL);
+            if (p + 1 == last && k + some == depth) pipeline.lines_a_step = 0;
+            pipeline.rows_a_step = (int)((BLOCK * DEPTH + some - 1) / some);
+            for (long m = start; m < end; m += BLOCK) {
+                const int count = (int)std::min<long>(end - m, BLOCK);
+                float *out = sums + (parts > 1 ? m - start : (m - start) % (2 * BLOCK)) * PANEL;
+                held.shape(count);
+                multiply_tiles(count, a + layout.at(m, k), layout, panel, some, out, k > 0, pipeline);
+                if (k + some == depth) pipeline.finish_next(m, count, p * PANEL, out);
+            }
+        }
+    }
+    pipeline.finish_last();
+}
+#endif
+
+// The product of `rows` rows with panels [first, last): calls finish(row, column, PANEL sums) once for each of both.
+template <class Finish>
+static void multiply(bool tiles, long rows, const bf16 *a, const Layout &layout, const bf16 *packed, long first,
+                     long last, const Finish &finish) {
+    const long depth = layout.columns;
     alignas(64) float sums[BLOCK * PANEL];
     const long most = rows_at_a_time(depth);
+#if HAS_AMX
+    Tiles held;
+    if (tiles && rows > BLOCK) {
+        for (long start = 0; start < rows; start += most)
+            multiply_many(held, start, std::min(start + most, rows), a, layout, packed, first, last, finish);
+        return;
+    }
+    if (tiles) held.shape((int)rows);
+#endif
+    Multiplier block(false);
     for (long start = 0; start < rows; start += most) {
-        const long end = start + most < rows ? start + most : rows;
+        const long end = std::min(start + most, rows);
         for (long p = first; p < last; p++) {
             const bf16 *panel = packed + p * PANEL * depth;
             for (long m = start; m < end; m += BLOCK) {
-                const int count = (int)(end - m < BLOCK ? end - m : BLOCK);
-                block(count, a + m * stride, stride, panel, depth, sums, false);
-                finish(m, count, p * PANEL, (const float *)sums);
+                const int count = (int)std::min<long>(end - m, BLOCK);
+#if HAS_AMX
+                FromMemory from;
+                if (tiles) multiply_tiles(count, a + layout.at(m, 0), layout, panel, depth, sums, false, from);
+                else
+#endif
+                    block(count, a + m * depth, depth, panel, depth, sums, false);
+                for (int r = 0; r < count; r++) finish(m + r, p * PANEL, (const float *)sums + r * PANEL);
             }
         }
     }

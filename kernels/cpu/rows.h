@@ -7,14 +7,22 @@
 #include "vector.h"
 
 // out[d] = weight[d] * round(x[d] / sqrt(mean(x^2) + epsilon)); out may be x.
-template <class T> static void normalise(const T *x, const T *weight, long width, float epsilon, T *out) {
-    F16 squares = splat(0.0f);
-    for (long d = 0; d < width; d += LANES) {
-        F16 v = load(x + d);
-        squares += v * v;
+template <class T> static void normalise(const T *x, const T *weight, long width, float epsilon, T *out,
+                                          long depth_step = 32) {
+    F16 squares[4] = {};  // a sum waits for itself: four take turns
+    long at = 0;
+    for (; at + 4 * LANES <= width; at += 4 * LANES)
+        for (int i = 0; i < 4; i++) {
+            const F16 v = load(x + at + i * LANES);
+            squares[i] += v * v;
+        }
+    for (; at < width; at += LANES) {
+        const F16 v = load(x + at);
+        squares[0] += v * v;
     }
-    const float scale = 1.0f / sqrtf(sum_of(squares) / (float)width + epsilon);
-    for (long d = 0; d < width; d += LANES) store(out + d, rounded<T>(load(x + d) * scale) * load(weight + d));
+    const float scale = 1.0f / sqrtf(sum_of((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)width + epsilon);
+    for (long d = 0; d < width; d += LANES)
+        store(out + d / 32 * depth_step + d % 32, rounded<T>(load(x + d) * scale) * load(weight + d));
 }
 
 static inline float single(float x) { return x; }

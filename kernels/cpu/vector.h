@@ -7,7 +7,7 @@
 #include <cstring>
 #include <cmath>
 #include <limits>
-#if defined(__AVX512DQ__) || defined(__AVX512BF16__) || defined(__AMX_BF16__)
+#if defined(__AVX512F__) || defined(__AVX512DQ__) || defined(__AVX512BF16__) || defined(__AMX_BF16__)
 #include <immintrin.h>
 #endif
 
@@ -33,9 +33,13 @@ static inline F16 load(const float *p) {
 }
 
 static inline F16 load(const bf16 *p) {
+#if defined(__AVX512F__)
+    return (F16)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#else
     S16 half;
     memcpy(&half, p, sizeof half);
     return (F16)(__builtin_convertvector(half, U16) << 16);
+#endif
 }
 
 static inline F16 load(const fp16 *p) {
@@ -72,6 +76,11 @@ template <class T> static inline F16 rounded(F16 v) {
     return load(cell);
 }
 template <> inline F16 rounded<float>(F16 v) { return v; }
+#if defined(__AVX512BF16__)
+template <> inline F16 rounded<bf16>(F16 v) {
+    return (F16)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)), 16);
+}
+#endif
 
 static inline F16 larger(F16 a, F16 b) { return a > b ? a : b; }
 

@@ -22,7 +22,7 @@ TinyModelDir = Callable[..., Path]
 
 def settings(directory: Path, **options: Any) -> EngineSettings:
     return EngineSettings(
-        model=str(directory), num_blocks=64, block_size=16, **({"threads": 1, "cpu_kernels": "native"} | options)
+        model=str(directory), **({"num_blocks": 64, "block_size": 16, "threads": 1, "cpu_kernels": "native"} | options)
     )
 
 
@@ -50,12 +50,13 @@ def test_both_decoders_find_the_same_hidden_state(
     torch.testing.assert_close(native.kv.float(), plain.kv.float(), rtol=0.1, atol=0.1)
 
 
+@pytest.mark.parametrize("lengths", [(9, 33, 1, 50, 17), tuple(range(2, 51))])
 def test_a_row_that_decodes_is_bit_for_bit_the_same_alone_and_in_any_batch(
-    tiny_model_dir: TinyModelDir, new_sequence: Any
+    tiny_model_dir: TinyModelDir, new_sequence: Any, lengths: tuple[int, ...]
 ) -> None:
-    runner = Runner(settings(tiny_model_dir("llama")))
+    runner = Runner(settings(tiny_model_dir("llama"), num_blocks=256))
     chunks = []
-    for i, length in enumerate((9, 33, 1, 50, 17)):
+    for i, length in enumerate(lengths):
         sequence = new_sequence(range(i, i + length), temperature=0.0, logprobs=4)
         sequence.block_ids = list(range(4 * i, 4 * i + 4))
         runner.run(Step(0, [Chunk(sequence, 0, length, False)], length))

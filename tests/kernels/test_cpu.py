@@ -47,8 +47,8 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, roundings: float 
     torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance * scale * 0.25)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16, 17, 33, 100])
-@pytest.mark.parametrize("shape", [(32, 32), (80, 64), (49, 576), (7, 1536)])
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 32, 33, 48, 100, 300])
+@pytest.mark.parametrize("shape", [(32, 32), (80, 64), (49, 576), (7, 1536), (70, 1536)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_product_equals_its_reference(cpu: Cpu, rows: int, shape: tuple[int, int], bias: bool) -> None:
     x, weight = torch.randn(rows, shape[1]).bfloat16(), torch.randn(shape).bfloat16()
@@ -85,10 +85,11 @@ def test_the_gate_of_scores_that_overflow_an_exponential_is_still_finite(cpu: Cp
     assert gated.tolist() == pytest.approx([0.0, 0.0, 100.0, 1e4], rel=0.01, abs=1e-30)
 
 
-def test_a_row_of_a_product_is_the_same_alone_and_in_any_batch(cpu: Cpu) -> None:
-    x, weight = torch.randn(70, 576).bfloat16(), cpu.pack(torch.randn(96, 576).bfloat16())
+@pytest.mark.parametrize("depth", [32, 576, 672, 1536])
+def test_a_row_of_a_product_is_the_same_alone_and_in_any_batch(cpu: Cpu, depth: int) -> None:
+    x, weight = torch.randn(700, depth).bfloat16(), cpu.pack(torch.randn(96, depth).bfloat16())
     together = cpu.scores(x, weight, Reused())
-    for rows in (slice(0, 1), slice(31, 32), slice(5, 22), slice(40, 70)):
+    for rows in (slice(0, 1), slice(31, 32), slice(5, 22), slice(40, 70), slice(100, 165), slice(600, 700)):
         assert torch.equal(cpu.scores(x[rows], weight, Reused()), together[rows])
 
 
