@@ -66,7 +66,7 @@ class Moments:
 def _moments(options: Options, budget: int, number: int) -> Iterator[Moments]:
     """Those of so many requests, one after the other, the first ones apart."""
     with collecting() as collected:
-        config = shape(options.model, 1, 1, dtype="bfloat16", num_blocks=1024, budget=budget)
+        config = shape(options.model, 1, 1, dtype="bfloat16", num_blocks=1024, budget=budget, all_move=True)
         config = replace(config, observability=ObservabilitySettings(trace_endpoint=collected.endpoint))
         with serving(config) as addresses, Client(addresses.grpc) as client:
             pin_workers(addresses.grpc, options.cores)

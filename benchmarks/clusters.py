@@ -64,13 +64,18 @@ def shape(
     num_blocks: int = 1024,
     budget: int = 2048,
     policy: str = "queue_depth",
+    all_move: bool = False,
 ) -> ClusterConfig:
-    """A cluster on this machine, on a free port, with one thread a worker. `budget`: max_num_batched_tokens."""
+    """A cluster on this machine, on a free port, with one thread a worker. `budget`: max_num_batched_tokens.
+
+    `all_move`: however short an output is, its KV is handed over.
+    """
     config = defaults(prefill=prefill, decode=decode, model=model)
     engine = EngineSettings(model=model, dtype=dtype, num_blocks=num_blocks, threads=1)
     scheduler = SchedulerSettings(max_num_batched_tokens=budget)
     pools = tuple(replace(pool, engine=engine, scheduler=scheduler, num_cpus=0.1) for pool in config.pools)
-    return replace(config, pools=pools, router=replace(config.router, port=0, http_port=0, policy=policy))
+    router = replace(config.router, port=0, http_port=0, policy=policy)
+    return replace(config, pools=pools, router=replace(router, short_output_tokens=0) if all_move else router)
 
 
 @contextmanager

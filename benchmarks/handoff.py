@@ -220,7 +220,7 @@ def main() -> int:
         tempfile.TemporaryDirectory() as directory,
         model_directory(arguments.model, Path(directory)) as model,
         local_ray(),
-        running(shape(model, arguments.prefill, arguments.decode, budget=arguments.budget)) as address,
+        running(shape(model, arguments.prefill, arguments.decode, budget=arguments.budget, all_move=True)) as address,
     ):
         outcome = run(address, arguments.requests, arguments.concurrency, arguments.seed)
     _show(outcome)

@@ -67,7 +67,7 @@ def measure(options: argparse.Namespace, binding: str, model: Path) -> tuple[Out
         "engine": {"dtype": "bfloat16", "num_blocks": options.prompt // 16 * 3, "threads": 1},
         "scheduler": {"max_num_batched_tokens": options.chunk, "prefix_cache": False},
         "kvtransfer": {"transport": "tcp", "network_device": "eth0"},
-        "router": {"binding": binding},
+        "router": {"binding": binding, "short_output_tokens": 0},
     }
     shape = Shape([PREFILL], [DECODE], 1, 1, model)
     with bed_of(shape) as bed, collecting(bed.address(CLIENT)) as collected:
