@@ -94,6 +94,12 @@ def ready(*names: str) -> Callable[[dict[str, cluster.WorkerStatus]], bool]:
     return lambda workers: set(workers) == set(names) and all(it.state == "ready" for it in workers.values())
 
 
+def replaced(former: cluster.WorkerStatus, *names: str) -> Callable[[dict[str, cluster.WorkerStatus]], bool]:
+    """All are ready, and another process is where this one was: the status shows it until its loss is noticed."""
+    all_ready = ready(*names)
+    return lambda workers: all_ready(workers) and workers[former.worker_id].incarnation != former.incarnation
+
+
 @pytest.fixture(scope="module")
 def machines(tiny_model_dir, tmp_path_factory) -> Iterator[Machines]:
     """A head with room for a router and two prefill workers, and one node with room for one decode worker of two."""
@@ -233,10 +239,8 @@ def test_a_lost_nodes_worker_comes_up_elsewhere_and_its_streams_go_on(machines):
     lost = before["decode-1"]
     machines.add("127.0.0.4", decode=1)
     under_streams(machines, lambda: machines.lose(lost.host))
-    machines.wait(ready("prefill-0", "decode-0", "decode-1"))
-    after = machines.workers()["decode-1"]
-    assert after.host == "127.0.0.4"
-    assert after.incarnation != lost.incarnation
+    machines.wait(replaced(lost, "prefill-0", "decode-0", "decode-1"))
+    assert machines.workers()["decode-1"].host == "127.0.0.4"
 
 
 def test_a_frozen_worker_is_replaced_and_ends_when_it_is_thawed(machines):
@@ -244,7 +248,7 @@ def test_a_frozen_worker_is_replaced_and_ends_when_it_is_thawed(machines):
     process = psutil.Process(frozen.pid)
     try:
         under_streams(machines, process.suspend)
-        machines.wait(ready("prefill-0", "decode-0", "decode-1"))
+        machines.wait(replaced(frozen, "prefill-0", "decode-0", "decode-1"))
         assert machines.workers()["decode-0"].pid != frozen.pid
     finally:
         if process.is_running():
