@@ -390,7 +390,7 @@ static void meet_segment_on_tiles(const bf16 *q, int group, const Cache<bf16> &c
 // holds them side by side and memory gives long pieces faster.
 template <class T>
 static void attend_alone(bool tiles, const Cache<T> &cache, long layer, long group, long first_head, long last_head,
-                         const Alone<T> *rows, long count, long depth_step) {
+                         const Alone<T> *rows, long count, const Layout &layout) {
     const long dim = cache.dim, heads = last_head - first_head;
     const float scale = LOG2E / sqrtf((float)dim);
     const long token_bytes = cache.kv_heads * 2 * dim * (long)sizeof(T);
@@ -447,8 +447,7 @@ static void attend_alone(bool tiles, const Cache<T> &cache, long layer, long gro
         for (long g = 0; g < heads * group; g++)
             for (long d = 0; d < dim; d += LANES) {
                 const long column = (first_head * group + g) * dim + d;
-                store(row.out + column / DEPTH * depth_step + column % DEPTH,
-                      load(&sums[g * dim + d]) / running[g].total);
+                store(row.out + layout.within(column), load(&sums[g * dim + d]) / running[g].total);
             }
     }
 #if HAS_AMX

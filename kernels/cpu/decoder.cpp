@@ -166,7 +166,7 @@ void store_rows(Team &team, T *qkv, long tokens, long heads, const T *qk_norm, f
         T *row = qkv + t * width * dim, head[WIDEST];
         for (long h = 0; h < heads + paged.kv_heads; h++) {
             T *x = row + h * dim;
-            if (qk_norm) normalise(x, qk_norm + h * dim, dim, epsilon, head);
+            if (qk_norm) normalise(x, qk_norm + h * dim, dim, epsilon, head, Layout{dim});
             else memcpy(head, x, sizeof(T) * dim);
             T *to = h < heads ? x : cache.key(blocks[t], layer, h - heads, offsets[t]);
             rotate(head, cosine + t * dim, sine + t * dim, dim, to);
@@ -191,7 +191,7 @@ void attend(Engine &engine, const T *q, long q_stride, long heads, const Paged &
     for (long i = 0; i < paged.sequences; first += paged.query_lens[i++])
         for (long r = 0; r < paged.query_lens[i] && paged.query_lens[i] <= FEW; r++) {
             const long context = paged.context_lens[i] - paged.query_lens[i] + r + 1;
-            rows.push_back({q + (first + r) * q_stride, out + layout.at(first + r, 0),
+            rows.push_back({q + (first + r) * q_stride, out + layout.row(first + r),
                             paged.table + paged.table_starts[i], context});
             behind.push_back(behind.back() + context);
         }
@@ -206,7 +206,7 @@ void attend(Engine &engine, const T *q, long q_stride, long heads, const Paged &
         };
         attend_alone(engine.tiles, cache, layer, group, paged.kv_heads * share / by_head,
                      paged.kv_heads * (share + 1) / by_head, rows.data() + row_at(part),
-                     row_at(part + 1) - row_at(part), layout.depth_step());
+                     row_at(part + 1) - row_at(part), layout);
     });
     first = 0;
     for (long i = 0; i < paged.sequences; first += paged.query_lens[i++]) {
@@ -264,7 +264,7 @@ void baton_rms_norm(int number, const void *x, const void *weight, long rows, lo
     auto all = [&](auto zero) {
         typedef decltype(zero) T;
         for (long r = 0; r < rows; r++)
-            normalise((const T *)x + r * width, (const T *)weight, width, epsilon, (T *)out + r * width);
+            normalise((const T *)x + r * width, (const T *)weight, width, epsilon, (T *)out + r * width, Layout{width});
     };
     if (number == FLOAT32) all(float{});
     else if (number == BFLOAT16) all(bf16{});
@@ -302,12 +302,12 @@ void baton_step(Engine *engine, const Model *model, const Step *step, const Page
     Team &team = engine->team;
     bool tiled = engine->tiles && tokens > BLOCK;
     Layout hidden{E, tiled}, heads{model->heads * dim, tiled};
-    const long most = padded(std::max(tokens, step->rows), 16);  // a row may be asked for twice
+    const long most = padded(std::max(tokens, step->rows), TILE_ROWS);  // a row may be asked for twice
     bf16 *x = engine->x.of(most * E), *normed = engine->normed.of(most * E), *qkv = engine->qkv.of(most * width);
     bf16 *attended = engine->attended.of(most * heads.columns), *middle = engine->middle.of(most * model->middle);
     const auto norm = [&](const bf16 *weight, const Layout &layout, bf16 *out) {
         each_row(team, tokens, [&](long t) {
-            normalise(x + t * E, weight, E, model->epsilon, out + layout.at(t, 0), layout.depth_step());
+            normalise(x + t * E, weight, E, model->epsilon, out + layout.row(t), layout);
         });
     };
     each_row(team, tokens, [&](long t) { memcpy(x + t * E, model->embedding + step->token_ids[t] * E, 2 * E); });
@@ -320,13 +320,13 @@ void baton_step(Engine *engine, const Model *model, const Step *step, const Page
         if (l == model->num_layers - 1 && step->rows == 0) return;
         attend(*engine, qkv, width, model->heads, *paged, l, attended, tiled);
         if (l == model->num_layers - 1) {
-            // Rows may be asked for in any order: they are picked, one after the other, into memory that is free by now.
+            // Rows may be asked for in any order: they are picked, in plain rows, into memory that is free by now.
             bf16 *picked = normed, *picked_attended = qkv;
             for (long r = 0; r < step->rows; r++) {
-                const bf16 *row = attended + heads.at(step->row_ids[r], 0);
+                const bf16 *row = attended + heads.row(step->row_ids[r]);
                 memcpy(picked + r * E, x + step->row_ids[r] * E, 2 * E);
                 for (long d = 0; d < heads.columns; d += DEPTH)
-                    memcpy(picked_attended + r * heads.columns + d, row + d / DEPTH * heads.depth_step(), 2 * DEPTH);
+                    memcpy(picked_attended + r * heads.columns + d, row + heads.within(d), 2 * DEPTH);
             }
             std::swap(x, normed);
             attended = picked_attended;

@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "layout.h"
 #include "vector.h"
 
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
@@ -30,29 +31,8 @@
 #endif
 
 static constexpr int PANEL = 32;  // columns
-static constexpr int DEPTH = 32;  // bf16 matrices have a multiple of so many k
-
 static constexpr int MOST_ROWS = 1024;  // that are multiplied with one panel after the other
 static constexpr int PANEL_DEPTH = 640;  // of a part of a panel that stays in the first cache
-
-static inline long padded(long n, long unit) { return (n + unit - 1) / unit * unit; }
-
-// How rows of numbers lie: one after the other, or cut into tiles of 16 rows by 32 columns, each in one piece of memory.
-//
-//   tiled:  [row / 16][column / 32][row % 16][column % 32]
-//
-// Where a row is told apart in what follows, it begins at at(row, 0), and sixteen columns are always in one piece.
-struct Layout {
-    long columns;
-    bool tiled = false;
-
-    long row_step() const { return tiled ? DEPTH : columns; }
-    long depth_step() const { return tiled ? 16 * DEPTH : DEPTH; }  // from 32 columns to the next
-    long at(long row, long column) const {
-        return tiled ? row / 16 * 16 * columns + row % 16 * DEPTH + column / DEPTH * 16 * DEPTH + column % DEPTH
-                     : row * columns + column;
-    }
-};
 
 // The system lends the tiles to a process that asks.
 static bool amx_granted() {
@@ -185,23 +165,22 @@ struct FromCache {
     inline void step(const bf16 *) const {}
 };
 
+// Rows that pass by a panel are loaded past the first cache, lest they drive it out.
+template <bool Passing> static inline void load_upper_rows(const bf16 *from, long row_bytes) {
+    if constexpr (Passing) _tile_stream_loadd(4, from, row_bytes);
+    else _tile_loadd(4, from, row_bytes);
+}
+template <bool Passing> static inline void load_lower_rows(const bf16 *from, long row_bytes) {
+    if constexpr (Passing) _tile_stream_loadd(5, from, row_bytes);
+    else _tile_loadd(5, from, row_bytes);
+}
+
 template <class Meanwhile>
 static inline void multiply_tiles(int rows, const bf16 *a, const Layout &layout, const bf16 *panel, long depth,
                                   float *out, bool more, Meanwhile &meanwhile) {
+    constexpr bool PASSING = Meanwhile::KEEPS_PANEL;
     const long a_bytes = layout.row_step() * 2, out_bytes = PANEL * 4, line_bytes = PANEL * 4;
-    const long to_lower = 16 * layout.columns, step = layout.depth_step();
-    // Rows that pass by a panel are loaded past the first cache, lest they drive it out.
-    const auto load_rows = [&](auto tile, const bf16 *from) __attribute__((always_inline)) {
-        if constexpr (Meanwhile::KEEPS_PANEL) {
-            if constexpr (tile() == 4) _tile_stream_loadd(4, from, a_bytes);
-            else _tile_stream_loadd(5, from, a_bytes);
-        } else {
-            if constexpr (tile() == 4) _tile_loadd(4, from, a_bytes);
-            else _tile_loadd(5, from, a_bytes);
-        }
-    };
-    const std::integral_constant<int, 4> upper;
-    const std::integral_constant<int, 5> lower;
+    const long to_lower = layout.row(TILE_ROWS), step = layout.depth_step();
     written();
     if (rows > 16) {
         if (more) {
@@ -218,11 +197,11 @@ static inline void multiply_tiles(int rows, const bf16 *a, const Layout &layout,
         for (long k = 0; k < depth; k += 32) {
             const bf16 *lines = panel + k * PANEL;
             _tile_loadd(6, lines, line_bytes);
-            load_rows(upper, a);
+            load_upper_rows<PASSING>(a, a_bytes);
             _tile_dpbf16ps(0, 4, 6);
             _tile_loadd(7, lines + 32, line_bytes);
             _tile_dpbf16ps(1, 4, 7);
-            load_rows(lower, a + to_lower);
+            load_lower_rows<PASSING>(a + to_lower, a_bytes);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
             meanwhile.step(lines);
@@ -243,7 +222,7 @@ static inline void multiply_tiles(int rows, const bf16 *a, const Layout &layout,
     }
     for (long k = 0; k < depth; k += 32) {
         const bf16 *lines = panel + k * PANEL;
-        load_rows(upper, a);
+        load_upper_rows<PASSING>(a, a_bytes);
         _tile_loadd(6, lines, line_bytes);
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, lines + 32, line_bytes);
@@ -335,8 +314,8 @@ template <class Finish> struct Pipeline {
     }
 };
 
-// Rows [start, end), which stay in the second cache, by all panels. A panel too deep for the first cache is cut; the sums
-// of its parts are kept in fp32, so a row's sum has the same order as in one piece.
+// Rows [start, end), which stay in the second cache, by all panels. A panel too deep for the first cache is cut; the
+// sums of its parts are kept in fp32, so a row's sum has the same order as in one piece.
 template <class Finish>
 static void multiply_many(Tiles &held, long start, long end, const bf16 *a, const Layout &layout, const bf16 *packed,
                           long first, long last, const Finish &finish) {
@@ -364,37 +343,44 @@ static void multiply_many(Tiles &held, long start, long end, const bf16 *a, cons
     }
     pipeline.finish_last();
 }
+
+// Rows of one block: each panel comes from memory, and is done with.
+template <class Finish>
+static void multiply_few(Tiles &held, int rows, const bf16 *a, const Layout &layout, const bf16 *packed, long first,
+                         long last, const Finish &finish) {
+    alignas(64) float sums[BLOCK * PANEL];
+    FromMemory from_memory;
+    held.shape(rows);
+    for (long p = first; p < last; p++) {
+        multiply_tiles(rows, a, layout, packed + p * PANEL * layout.columns, layout.columns, sums, false, from_memory);
+        for (int r = 0; r < rows; r++) finish(r, p * PANEL, (const float *)sums + r * PANEL);
+    }
+}
 #endif
 
 // The product of `rows` rows with panels [first, last): calls finish(row, column, PANEL sums) once for each of both.
+// Without tiles rows are plain.
 template <class Finish>
 static void multiply(bool tiles, long rows, const bf16 *a, const Layout &layout, const bf16 *packed, long first,
                      long last, const Finish &finish) {
-    const long depth = layout.columns;
-    alignas(64) float sums[BLOCK * PANEL];
-    const long most = rows_at_a_time(depth);
+    const long depth = layout.columns, most = rows_at_a_time(depth);
 #if HAS_AMX
-    Tiles held;
-    if (tiles && rows > BLOCK) {
+    if (tiles) {
+        Tiles held;
+        if (rows <= BLOCK) return multiply_few(held, (int)rows, a, layout, packed, first, last, finish);
         for (long start = 0; start < rows; start += most)
             multiply_many(held, start, std::min(start + most, rows), a, layout, packed, first, last, finish);
         return;
     }
-    if (tiles) held.shape((int)rows);
 #endif
     Multiplier block(false);
+    alignas(64) float sums[BLOCK * PANEL];
     for (long start = 0; start < rows; start += most) {
         const long end = std::min(start + most, rows);
         for (long p = first; p < last; p++) {
-            const bf16 *panel = packed + p * PANEL * depth;
             for (long m = start; m < end; m += BLOCK) {
                 const int count = (int)std::min<long>(end - m, BLOCK);
-#if HAS_AMX
-                FromMemory from;
-                if (tiles) multiply_tiles(count, a + layout.at(m, 0), layout, panel, depth, sums, false, from);
-                else
-#endif
-                    block(count, a + m * depth, depth, panel, depth, sums, false);
+                block(count, a + m * depth, depth, packed + p * PANEL * depth, depth, sums, false);
                 for (int r = 0; r < count; r++) finish(m + r, p * PANEL, (const float *)sums + r * PANEL);
             }
         }

@@ -4,11 +4,13 @@
 // at all in between. Widths are multiples of 16.
 #pragma once
 
+#include "layout.h"
 #include "vector.h"
 
 // out[d] = weight[d] * round(x[d] / sqrt(mean(x^2) + epsilon)); out may be x.
-template <class T> static void normalise(const T *x, const T *weight, long width, float epsilon, T *out,
-                                          long depth_step = 32) {
+// `layout`: of `out`, whose row begins there.
+template <class T>
+static void normalise(const T *x, const T *weight, long width, float epsilon, T *out, const Layout &layout) {
     F16 squares[4] = {};  // a sum waits for itself: four take turns
     long at = 0;
     for (; at + 4 * LANES <= width; at += 4 * LANES)
@@ -20,9 +22,10 @@ template <class T> static void normalise(const T *x, const T *weight, long width
         const F16 v = load(x + at);
         squares[0] += v * v;
     }
-    const float scale = 1.0f / sqrtf(sum_of((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)width + epsilon);
+    const float mean = sum_of((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)width;
+    const float scale = 1.0f / sqrtf(mean + epsilon);
     for (long d = 0; d < width; d += LANES)
-        store(out + d / 32 * depth_step + d % 32, rounded<T>(load(x + d) * scale) * load(weight + d));
+        store(out + layout.within(d), rounded<T>(load(x + d) * scale) * load(weight + d));
 }
 
 static inline float single(float x) { return x; }
