@@ -460,11 +460,12 @@ template <class T> struct PackedAs {
     typedef float Number;
 };
 template <> struct PackedAs<bf16> {
-    typedef bf16 Number;
+    typedef Pairs::Number Number;
 };
 
 static inline void copy_number(float *to, float from) { *to = from; }
 static inline void copy_number(float *to, fp16 from) { *to = (float)from; }
+static inline void copy_number(float *to, bf16 from) { *to = single(from); }
 static inline void copy_number(bf16 *to, bf16 from) { *to = from; }
 
 template <class T> struct Chunk {
@@ -559,9 +560,8 @@ template <class T> struct Chunk {
                     float *cells = scores + (i / 2) * PANEL * BLOCK + r * PANEL + (i % 2) * LANES;
                     F16 s = load(cells);
                     if (seen < (i + 1) * LANES) {
-                        const I16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
                         const int left = seen < i * LANES ? 0 : (int)(seen - i * LANES);
-                        s = lane < left ? s : splat(-std::numeric_limits<float>::infinity());
+                        s = first_of(s, left, -std::numeric_limits<float>::infinity());
                         store(cells, s);
                     }
                     largest = larger(largest, s);

@@ -231,19 +231,21 @@ void attend(Engine &engine, const T *q, long q_stride, long heads, const Paged &
 
 extern "C" {
 
-// Widest instructions that this build uses: 3 AMX, 2 AVX-512 bf16, 1 AVX-512, 0 whatever else there is.
+// Widest instructions that this build uses: 4 AMX, 3 AVX-512 bf16, 2 AVX-512, 1 AVX2, 0 whatever else there is.
 int baton_level() {
-    if (HAS_AMX && amx_granted()) return 3;
+    if (HAS_AMX && amx_granted()) return 4;
 #if defined(__AVX512BF16__)
-    return 2;
+    return 3;
 #elif defined(__AVX512F__)
+    return 2;
+#elif defined(__AVX2__)
     return 1;
 #else
     return 0;
 #endif
 }
 
-Engine *baton_open(int threads, int tiles) { return new Engine(threads < 1 ? 1 : threads, tiles && baton_level() == 3); }
+Engine *baton_open(int threads, int tiles) { return new Engine(threads < 1 ? 1 : threads, tiles && HAS_AMX && amx_granted()); }
 void baton_close(Engine *engine) { delete engine; }
 
 long baton_packed_size(long rows, long depth) { return padded(rows, PANEL) * depth; }

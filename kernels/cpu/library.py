@@ -40,7 +40,8 @@ _COMPILERS = ("g++", "c++")
 _BUILD_S = 180.0
 _POLL_S = 0.1
 _NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_LEVELS = ("plain vectors", "AVX-512", "AVX-512 bf16", "AMX bf16")
+_LEVELS = ("plain vectors", "AVX2", "AVX-512", "AVX-512 bf16", "AMX bf16")
+_FAST_LEVELS = ("AVX2", "AMX bf16")
 _PLAIN, _ADD, _GATED, _SCORES = range(4)
 _WIDEST_HEAD = 256
 _DEPTH = 32  # products of bf16 take so many features at a time
@@ -220,8 +221,9 @@ class Cpu:
 
     @property
     def multiplies_fast(self) -> bool:
-        """Whether products are known to be faster than torch's for any number of rows: they are with AMX."""
-        return self.instructions == _LEVELS[-1]
+        """Whether products are known to be faster than torch's for any number of rows: they are with AMX, and on CPUs
+        that have AVX2 and nothing wider, where torch has no kernels for bf16."""
+        return self.instructions in _FAST_LEVELS
 
     def attends(self, pool_NLK2SD: torch.Tensor) -> bool:
         """Whether `attend` takes such a pool."""
@@ -382,13 +384,13 @@ def interleaved(gate_up: torch.Tensor) -> torch.Tensor:
     return gate_up.view(2, rows // 16, 16, -1).transpose(0, 1).reshape(gate_up.shape)
 
 
-def build(directory: Path, compilers: Sequence[str] = _COMPILERS) -> Path:
-    """The compiled library's path; raises BuildError."""
+def build(directory: Path, compilers: Sequence[str] = _COMPILERS, tuned: Sequence[str] = _TUNED) -> Path:
+    """The compiled library's path; raises BuildError. `tuned` names the instructions that it may use."""
     compiler = next((path for name in compilers if (path := shutil.which(name))), None)
     if compiler is None:
         raise BuildError(f"no compiler ({', '.join(compilers)}) is installed")
     sources = sorted([*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h")])
-    digest = hashlib.sha256(repr((_FLAGS, _TUNED, _output([compiler, "--version"]), _cpu_features())).encode())
+    digest = hashlib.sha256(repr((_FLAGS, tuple(tuned), _output([compiler, "--version"]), _cpu_features())).encode())
     for source in sources:
         digest.update(source.read_bytes())
     target = directory / f"kernels-{digest.hexdigest()[:16]}.so"
@@ -398,7 +400,7 @@ def build(directory: Path, compilers: Sequence[str] = _COMPILERS) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         with _locked(directory / "kernels.lock"):
             if not target.is_file():
-                _compile(compiler, target)
+                _compile(compiler, tuned, target)
     except OSError as error:
         raise BuildError(f"{target}: {error}") from error
     return target
@@ -432,12 +434,12 @@ def load(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _compile(compiler: str, target: Path) -> None:
+def _compile(compiler: str, tuned: Sequence[str], target: Path) -> None:
     """Compiles beside the target, then renames: the target is there in full or not at all. Needs the lock."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=".kernels-", dir=target.parent) as unfinished:
         result = Path(unfinished) / target.name
-        command = [compiler, *_FLAGS, *_TUNED, "-o", str(result), str(_SOURCES / "decoder.cpp")]
+        command = [compiler, *_FLAGS, *tuned, "-o", str(result), str(_SOURCES / "decoder.cpp")]
         _output(command)
         os.replace(result, target)
     logger.info("compiled the CPU kernels in %.1f s: %s", time.monotonic() - started, target)

@@ -1,8 +1,8 @@
 // Products of rows with a packed matrix: y[m, n] = sum_k a[m, k] * w[n, k], summed in fp32.
 //
 // Owns: the packed form, and the product of a block of rows with a panel of 32 columns on whatever the CPU has: AMX
-// tiles, AVX-512 bf16 dot products, or fused multiply-adds. The sum over k has one order whatever the number of rows,
-// so a row's result does not depend on its batch.
+// tiles, AVX-512 bf16 dot products, or fused multiply-adds of rows in fp32. The sum over k has one order whatever the
+// number of rows, so a row's result does not depend on its batch.
 //
 //   panel of 32 columns, bf16:  [k / 2][column][2]   a line of the cache holds 16 columns and two k
 //                        fp32:  [k][column]
@@ -18,11 +18,12 @@
 
 #include <algorithm>
 #include <type_traits>
+#include <vector>
 
 #include "layout.h"
 #include "vector.h"
 
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BF16__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #define HAS_AMX 1
@@ -58,69 +59,91 @@ static void pack_columns(const bf16 *w, long stride, long rows, long depth, bf16
     }
 }
 
-// One step of k for each kind of number: a[k] times a line of the panel.
-struct Pairs {
+// How a row and a line of the panel are multiplied: a step of k has `PARTS` things to add, one after the other.
+#if defined(__AVX512BF16__)
+struct Pairs {  // of bf16, by the dot products of the CPU
     typedef bf16 Number;
-    static constexpr int STEP = 2;
-    static inline void add(F16 &sum0, F16 &sum1, const bf16 *a, const bf16 *line) {
+    typedef bf16 Cell;
+    static constexpr int STEP = 2, PARTS = 1;
+    INLINE auto line(const bf16 *cells, int) { return (__m512bh)_mm512_loadu_si512(cells); }
+    INLINE void add(F16 &sum, const bf16 *a, int, const __m512bh &line) {
         uint32_t pair;
         memcpy(&pair, a, sizeof pair);
-#if defined(__AVX512BF16__)
-        __m512bh both = (__m512bh)_mm512_set1_epi32((int)pair);
-        sum0 = (F16)_mm512_dpbf16_ps((__m512)sum0, both, (__m512bh)_mm512_loadu_si512(line));
-        sum1 = (F16)_mm512_dpbf16_ps((__m512)sum1, both, (__m512bh)_mm512_loadu_si512(line + 32));
-#else
-        uint32_t low_bits = pair << 16, high_bits = pair & 0xffff0000u;
-        float low, high;
-        memcpy(&low, &low_bits, sizeof low);
-        memcpy(&high, &high_bits, sizeof high);
-        U16 w0, w1;
-        memcpy(&w0, line, sizeof w0);
-        memcpy(&w1, line + 32, sizeof w1);
-        sum0 += (F16)(w0 << 16) * low;
-        sum0 += (F16)(w0 & 0xffff0000u) * high;
-        sum1 += (F16)(w1 << 16) * low;
-        sum1 += (F16)(w1 & 0xffff0000u) * high;
-#endif
+        sum = (F16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)pair), line);
     }
 };
+#else
+struct Pairs {  // rows of fp32 by columns of bf16
+    typedef float Number;
+    typedef bf16 Cell;
+    static constexpr int STEP = 2, PARTS = 2;
+    INLINE F16 line(const bf16 *cells, int part) {
+        F16 line;
+        load_pairs(line, cells, part);
+        return line;
+    }
+    INLINE void add(F16 &sum, const float *a, int part, const F16 &line) { sum += line * a[part]; }
+};
+#endif
 
 struct Singles {
     typedef float Number;
-    static constexpr int STEP = 1;
-    static inline void add(F16 &sum0, F16 &sum1, const float *a, const float *line) {
-        sum0 += load(line) * *a;
-        sum1 += load(line + LANES) * *a;
-    }
+    typedef float Cell;
+    static constexpr int STEP = 1, PARTS = 1;
+    INLINE F16 line(const float *cells, int) { return load(cells); }
+    INLINE void add(F16 &sum, const float *a, int, const F16 &line) { sum += line * *a; }
 };
 
+// Sums that fit into the registers, with what they are made from: rows at a time by halves of a panel.
 #if defined(__AVX512F__)
-static constexpr int ROWS = 12;  // rows at a time: 24 sums and what they are made from fit into 32 registers
+static constexpr int ROWS = 12, FEW_ROWS = 12;
+#elif defined(__AVX2__)
+static constexpr int ROWS = 6, FEW_ROWS = 2;
 #else
-static constexpr int ROWS = 2;
+static constexpr int ROWS = 3, FEW_ROWS = 1;
 #endif
 
-template <class Kind, int M>
-static void multiply_rows(const typename Kind::Number *a, long stride, const typename Kind::Number *panel, long depth,
-                          float *out, bool more) {
-    F16 sums[M][2];
+template <class Kind, int M, int HALVES>
+INLINE void multiply_halves(const typename Kind::Number *a, long stride, const typename Kind::Cell *panel, long depth,
+                            float *out, bool more) {
+    F16 sums[M][HALVES];
     for (int m = 0; m < M; m++)
-        for (int h = 0; h < 2; h++) sums[m][h] = more ? load(out + m * PANEL + h * LANES) : splat(0.0f);
+        for (int h = 0; h < HALVES; h++) sums[m][h] = more ? load(out + m * PANEL + h * LANES) : splat(0.0f);
     for (long k = 0; k < depth; k += Kind::STEP) {
-        const typename Kind::Number *line = panel + k * PANEL;
+        const typename Kind::Cell *line = panel + k * PANEL;
         if (M < ROWS) {  // few rows: the panel is read from memory, once
             __builtin_prefetch((const char *)line + 2048);
             __builtin_prefetch((const char *)line + 2048 + 64);
         }
+#pragma GCC unroll 2
+        for (int part = 0; part < Kind::PARTS; part++) {
+            decltype(Kind::line(line, part)) columns[HALVES];
+#pragma GCC unroll 2
+            for (int h = 0; h < HALVES; h++) columns[h] = Kind::line(line + h * LANES * Kind::STEP, part);
 #pragma GCC unroll 16
-        for (int m = 0; m < M; m++) Kind::add(sums[m][0], sums[m][1], a + m * stride + k, line);
+            for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+                for (int h = 0; h < HALVES; h++) Kind::add(sums[m][h], a + m * stride + k, part, columns[h]);
+        }
     }
     for (int m = 0; m < M; m++)
-        for (int h = 0; h < 2; h++) store(out + m * PANEL + h * LANES, sums[m][h]);
+        for (int h = 0; h < HALVES; h++) store(out + m * PANEL + h * LANES, sums[m][h]);
+}
+
+// Both halves of a panel at once for few rows, which read it from memory in one go; one after the other for more.
+template <class Kind, int M>
+static void multiply_rows(const typename Kind::Number *a, long stride, const typename Kind::Cell *panel, long depth,
+                          float *out, bool more) {
+    if constexpr (M <= FEW_ROWS) {
+        multiply_halves<Kind, M, 2>(a, stride, panel, depth, out, more);
+    } else {
+        multiply_halves<Kind, M, 1>(a, stride, panel, depth, out, more);
+        multiply_halves<Kind, M, 1>(a, stride, panel + LANES * Kind::STEP, depth, out + LANES, more);
+    }
 }
 
 template <class Kind, int M>
-static void multiply_last(int rows, const typename Kind::Number *a, long stride, const typename Kind::Number *panel,
+static void multiply_last(int rows, const typename Kind::Number *a, long stride, const typename Kind::Cell *panel,
                           long depth, float *out, bool more) {
     if constexpr (M > 0) {
         if (rows == M) return multiply_rows<Kind, M>(a, stride, panel, depth, out, more);
@@ -128,7 +151,7 @@ static void multiply_last(int rows, const typename Kind::Number *a, long stride,
     }
 }
 
-static constexpr int BLOCK = 32;  // rows of a block, at most
+static constexpr int BLOCK = HAS_AMX ? 32 : 48;  // rows of a block, at most
 
 #if HAS_AMX
 // Tiles read memory behind the compiler's back: what was written to it until here has to be there.
@@ -255,7 +278,8 @@ public:
     explicit Multiplier(bool tiles) : tiles_(tiles) {}
 
     // out[rows][PANEL] (+)= a x panel; `rows` is at most BLOCK.
-    void operator()(int rows, const bf16 *a, long stride, const bf16 *panel, long depth, float *out, bool more) {
+    void operator()(int rows, const Pairs::Number *a, long stride, const bf16 *panel, long depth, float *out,
+                    bool more) {
 #if HAS_AMX
         if (tiles_) {
             FromCache meanwhile;
@@ -272,7 +296,7 @@ public:
 
 private:
     template <class Kind>
-    static void by_rows(int rows, const typename Kind::Number *a, long stride, const typename Kind::Number *panel,
+    static void by_rows(int rows, const typename Kind::Number *a, long stride, const typename Kind::Cell *panel,
                         long depth, float *out, bool more) {
         for (; rows >= ROWS; rows -= ROWS, a += ROWS * stride, out += ROWS * PANEL)
             multiply_rows<Kind, ROWS>(a, stride, panel, depth, out, more);
@@ -285,9 +309,10 @@ private:
 #endif
 };
 
-// Rows that stay in a core's second cache while the panels pass by.
+// Rows that stay in a core's second cache while the panels pass by. CPUs without bf16 have small ones.
 static inline long rows_at_a_time(long depth) {
-    const long rows = (768 << 10) / (depth * 2) / BLOCK * BLOCK;
+    const long bytes = sizeof(Pairs::Number) == 2 ? 768 << 10 : 256 << 10;
+    const long rows = bytes / (depth * (long)sizeof(Pairs::Number)) / BLOCK * BLOCK;
     return std::clamp<long>(rows, BLOCK, MOST_ROWS);
 }
 
@@ -358,6 +383,18 @@ static void multiply_few(Tiles &held, int rows, const bf16 *a, const Layout &lay
 }
 #endif
 
+// Rows as `Pairs` takes them: themselves, or in fp32 until this thread asks again.
+#if defined(__AVX512BF16__)
+static inline const bf16 *numbers_of(const bf16 *a, long) { return a; }
+#else
+static inline const float *numbers_of(const bf16 *a, long count) {
+    static thread_local std::vector<float> numbers;
+    if ((long)numbers.size() < count) numbers.resize(count);
+    for (long i = 0; i < count; i += LANES) store(numbers.data() + i, load(a + i));
+    return numbers.data();
+}
+#endif
+
 // The product of `rows` rows with panels [first, last): calls finish(row, column, PANEL sums) once for each of both.
 // Without tiles rows are plain.
 template <class Finish>
@@ -377,10 +414,11 @@ static void multiply(bool tiles, long rows, const bf16 *a, const Layout &layout,
     alignas(64) float sums[BLOCK * PANEL];
     for (long start = 0; start < rows; start += most) {
         const long end = std::min(start + most, rows);
+        const auto numbers = numbers_of(a + start * depth, (end - start) * depth);
         for (long p = first; p < last; p++) {
             for (long m = start; m < end; m += BLOCK) {
                 const int count = (int)std::min<long>(end - m, BLOCK);
-                block(count, a + m * depth, depth, packed + p * PANEL * depth, depth, sums, false);
+                block(count, numbers + (m - start) * depth, depth, packed + p * PANEL * depth, depth, sums, false);
                 for (int r = 0; r < count; r++) finish(m + r, p * PANEL, (const float *)sums + r * PANEL);
             }
         }
