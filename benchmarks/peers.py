@@ -30,7 +30,7 @@ VENV = HERE.parent / ".venv-peers"
 LOGS = HERE / "out" / "logs"
 START_TIMEOUT_S = 900.0
 """vLLM compiles at its first start, which on a busy machine takes minutes."""
-ANSWER_TIMEOUT_S = 300.0
+ANSWER_TIMEOUT_S = 1200.0
 STOP_TIMEOUT_S = 20.0
 KV_GIB = 2
 OFFLINE_BUDGET = 4096

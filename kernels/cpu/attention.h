@@ -38,8 +38,8 @@ template <class T> struct Alone {
     long context;
 };
 
-// scores[g][j] = q[g] . key[j] for 16 keys.
-template <class T, int G> static void score(const T *q, long dim, const T *const *keys, float *scores) {
+// scores[g][j] = q[g] . key[j] for 16 keys. Queries, which every key meets, are in fp32.
+template <class T, int G> static void score(const float *q, long dim, const T *const *keys, float *scores) {
     F16 partial[G][LANES];
     for (int j = 0; j < LANES; j++) {
         const T *key = keys[j];
@@ -241,23 +241,26 @@ static void find_keys(const Cache<T> &cache, long layer, long head, const int64_
 template <class T, int G>
 static void meet_segment(const T *q, const Cache<T> &cache, const T *const *keys, long count, float scale,
                          Running *running, float *sums, const Pace<T> &pace) {
-    alignas(64) float scores[G * SEGMENT];
+    constexpr bool PAIRS = PAIRWISE && std::is_same_v<T, bf16>;
+    alignas(64) float scores[G * SEGMENT], queries[PAIRS ? LANES : G * WIDEST];
     const long dim = cache.dim, end = padded(count, LANES);
+    if constexpr (!PAIRS)
+        for (long d = 0; d < G * dim; d += LANES) store(queries + d, load(q + d));
     for (long j = 0; j < end; j += LANES) {
         pace.at(j + LANES, end);
 #if PAIRWISE
-        if constexpr (std::is_same_v<T, bf16>)
+        if constexpr (PAIRS)
             score<G>(q, dim, keys + j, scores + j);
         else
 #endif
-            score<T, G>(q, dim, keys + j, scores + j);
+            score<T, G>(queries, dim, keys + j, scores + j);
     }
     for (int g = 0; g < G; g++) {
         running[g].weigh(scores + g * SEGMENT, count, LANES, scale);
         for (long d = 0; d < dim; d += LANES) store(sums + g * dim + d, load(sums + g * dim + d) * running[g].kept);
     }
 #if PAIRWISE
-    if constexpr (std::is_same_v<T, bf16>)
+    if constexpr (PAIRS)
         gather<G>(scores, keys, cache.to_value(), end, dim, sums);
     else
 #endif
