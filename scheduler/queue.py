@@ -6,24 +6,23 @@ Owns: `SequenceQueue`, a sorted list. Refuses to know: what the order means, and
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
 from itertools import pairwise
+from operator import attrgetter
 
 from baton.scheduler.sequence import Sequence
 
-Order = tuple[float, ...]
+RANK = attrgetter("rank")
 
 
 class SequenceQueue:
-    """Sequences sorted by `order`, which must be unique to a sequence and must never change.
+    """Sequences sorted by rank.
 
     `sequences` is read by whoever likes, first comes first; only the methods write to it.
     """
 
-    __slots__ = ("_order", "sequences")
+    __slots__ = ("sequences",)
 
-    def __init__(self, order: Callable[[Sequence], Order]) -> None:
-        self._order = order
+    def __init__(self) -> None:
         self.sequences: list[Sequence] = []
 
     def __len__(self) -> int:
@@ -34,20 +33,20 @@ class SequenceQueue:
         return self.sequences[0]
 
     def add(self, sequence: Sequence) -> None:
-        order = self._order(sequence)
-        if not self.sequences or self._order(self.sequences[-1]) < order:
-            self.sequences.append(sequence)
+        sequences = self.sequences
+        if not sequences or sequences[-1].rank < sequence.rank:
+            sequences.append(sequence)
         else:
-            self.sequences.insert(bisect_left(self.sequences, order, key=self._order), sequence)
+            sequences.insert(bisect_left(sequences, sequence.rank, key=RANK), sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Raises ValueError if it is not a member."""
-        index = bisect_left(self.sequences, self._order(sequence), key=self._order)
+        index = bisect_left(self.sequences, sequence.rank, key=RANK)
         if index == len(self.sequences) or self.sequences[index] is not sequence:
             raise ValueError(f"{sequence} is not in this queue")
         del self.sequences[index]
 
     def check(self) -> None:
         """Raises AssertionError if it is out of order."""
-        orders = [self._order(sequence) for sequence in self.sequences]
-        assert all(before < after for before, after in pairwise(orders)), orders
+        ranks = [sequence.rank for sequence in self.sequences]
+        assert all(before < after for before, after in pairwise(ranks)), ranks

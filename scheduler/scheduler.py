@@ -32,14 +32,14 @@ from baton.scheduler.blocks import BlockPool, extend_prefix_hashes
 from baton.scheduler.flights import StepsInFlight
 from baton.scheduler.load import SchedulerCounters, SchedulerLoad
 from baton.scheduler.plan import Chunk, Emitted, Progressed, Step, StepResult
-from baton.scheduler.queue import Order, SequenceQueue
-from baton.scheduler.sequence import Sequence, State
+from baton.scheduler.queue import RANK, SequenceQueue
+from baton.scheduler.sequence import Rank, Sequence, State
 from baton.scheduler.stride import Stride
 
 __all__ = ["Refusal", "Scheduler", "SchedulerConfig", "SchedulerCounters", "SchedulerLoad"]
 
-_FIRST: Order = ()
-_LAST: Order = (inf,)
+_FIRST: Rank = ()
+_LAST: Rank = (inf,)
 
 # Makes a named tuple in half the time of a call of its class; there are two for each token.
 _new = tuple.__new__
@@ -97,11 +97,10 @@ class Scheduler:
         self._extend_names = extend_names
         self._block_size = config.block_size
         self._chunk_limit = settings.long_prefill_token_threshold or sys.maxsize
-        order = import_module(f"baton.scheduler.policies.{settings.policy}").order
-        self._order = order
+        self._rank: Callable[[Sequence], Rank] = import_module(f"baton.scheduler.policies.{settings.policy}").order
         self._sequences: dict[str, Sequence] = {}
-        self._waiting = SequenceQueue(order)  # WAITING and PREEMPTED
-        self._running = SequenceQueue(order)  # RUNNING and LANDED
+        self._waiting = SequenceQueue()  # WAITING and PREEMPTED
+        self._running = SequenceQueue()  # RUNNING and LANDED
         self._stride: Stride | None = None
         self._attended = self._running.sequences  # those of the running that a plan looks at: all not in stride
         self._had_token: set[Sequence] = set()  # of the attended, those who had one at the last step
@@ -132,6 +131,7 @@ class Scheduler:
         if refusal:
             return Refusal(FailureKind.SOURCE_LOST, refusal)
         sequence.max_total_tokens = min(sequence.max_total_tokens, self.config.max_model_len)
+        sequence.rank = self._rank(sequence)
         self._num_added += 1
         self._sequences[sequence.sequence_id] = sequence
         self._queued_tokens += sequence.num_queued_tokens
@@ -470,7 +470,7 @@ class Scheduler:
         if due or self._full:
             self._go_on(stride, due)
         if len(attended) > 1:
-            attended.sort(key=self._order)
+            attended.sort(key=RANK)
         running = self._running.sequences
         crowded = len(running) > self.config.settings.max_num_batched_tokens
         if not stride.members or not (attended or crowded):
@@ -492,24 +492,26 @@ class Scheduler:
             tokens     | block, full | block, full | next block
             step               due --^             ^-- one block more
         """
-        members, attended, order, pool = stride.members, self._attended, self._order, self.pool
-        full, self._full = sorted([sequence for sequence in self._full if sequence in members], key=order), []
-        steps_left = {sequence: sequence.max_total_tokens - 1 - stride.num_tokens(sequence) for sequence in due}
-        leaving = [sequence for sequence, num_steps in steps_left.items() if num_steps <= 0]
-        first = min(map(order, attended + leaving), default=_LAST)
+        members, attended = stride.members, self._attended
+        full, self._full = [sequence for sequence in self._full if sequence in members], []
+        full.sort(key=RANK)
+        due.sort(key=RANK)
+        leaving = [sequence for sequence in due if stride.steps_left(sequence) <= 0]
+        first = min(map(RANK, attended + leaving), default=_LAST)
         if len(self._running.sequences) > self.config.settings.max_num_batched_tokens:
             first = _FIRST
         for sequence in full:
-            if pool.num_available and order(sequence) < first:
-                sequence.block_ids += pool.allocate(1)
-            elif sequence not in steps_left:
+            if sequence.rank < first and self.pool.num_available:
+                sequence.block_ids += self.pool.allocate(1)
+            elif sequence not in due:
                 leaving.append(sequence)
-                first = min(first, order(sequence))
-        for sequence in sorted(due, key=order):
-            if order(sequence) < first:
-                stride.stay(sequence, min(self._block_size, steps_left[sequence]))
+                first = min(first, sequence.rank)
+        for sequence in due:
+            num_steps = stride.steps_left(sequence)
+            if sequence.rank < first:
+                stride.stay(sequence, min(self._block_size, num_steps))
                 self._filling.append(sequence)
-            elif steps_left[sequence] > 0:
+            elif num_steps > 0:
                 leaving.append(sequence)
         for sequence in leaving:
             stride.leave(sequence)

@@ -20,6 +20,10 @@ from enum import Enum
 from baton.proto.messages import FinishReason, Leg, Request, Sampling
 
 
+Rank = tuple[float, ...]
+"""A place in a policy's order; the lowest is first."""
+
+
 class State(Enum):
     EXPECTED = "expected"  # decode leg: the source has not begun to compute its prompt
     WAITING = "waiting"  # wants blocks
@@ -67,6 +71,7 @@ class Sequence:
     to be computed; those below `num_lost_tokens` were computed before a preemption. `max_total_tokens` ends it.
     `num_pending_tokens` further tokens will have been sampled by steps in flight: a step may compute them already,
     unless it `reads_its_output`: then the choice of a token needs all tokens before it, and not only their KV.
+    `rank`, unique to it, is the policy's and never changes once the scheduler has it.
     In a simulation `token_ids` and `num_computed_tokens` may be behind, until `Scheduler.write_up`.
     Times are seconds on the worker's own clock, None until the moment has come.
     """
@@ -92,6 +97,7 @@ class Sequence:
         "num_recomputed_tokens",
         "num_transferred_tokens",
         "prefix_hashes",
+        "rank",
         "reads_its_output",
         "request",
         "sampling",
@@ -108,6 +114,7 @@ class Sequence:
         self.sampling = request.sampling
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
         self.arrival_number = arrival_number
+        self.rank: Rank = (arrival_number,)
         self.num_prompt_tokens = request.num_prompt_tokens
         self.reads_its_output = _reads_output(request.sampling)
         self.token_ids = list(request.token_ids)

@@ -62,9 +62,9 @@ class Stride:
         else:
             others.append(sequence)
 
-    def num_tokens(self, sequence: Sequence) -> int:
-        """How many tokens a member has, between two steps."""
-        return self.members[sequence] + self._num_begun + 1
+    def steps_left(self, sequence: Sequence) -> int:
+        """In how many steps from now on a member gets a token that does not end it, between two steps."""
+        return sequence.max_total_tokens - 2 - self.members[sequence] - self._num_begun
 
     def leave(self, sequence: Sequence) -> None:
         """Between two steps, or before the next has begun."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from math import inf
 
-from baton.scheduler.queue import Order
-from baton.scheduler.sequence import Sequence
+from baton.scheduler.sequence import Rank, Sequence
 
 
-def order(sequence: Sequence) -> Order:
+def order(sequence: Sequence) -> Rank:
     deadline_s = sequence.request.deadline_s
     return (inf if deadline_s is None else sequence.added_s + deadline_s, sequence.arrival_number)

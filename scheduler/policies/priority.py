@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from baton.scheduler.queue import Order
-from baton.scheduler.sequence import Sequence
+from baton.scheduler.sequence import Rank, Sequence
 
 
-def order(sequence: Sequence) -> Order:
+def order(sequence: Sequence) -> Rank:
     return (sequence.priority, sequence.arrival_number)
