@@ -19,7 +19,6 @@ from enum import Enum
 
 from baton.proto.messages import FinishReason, Leg, Request, Sampling
 
-
 Rank = tuple[float, ...]
 """A place in a policy's order; the lowest is first."""
 
