@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +45,9 @@ def coalesce(source_blocks: Sequence[int], destination_blocks: Sequence[int]) ->
 def count_runs(source_blocks: Sequence[int], destination_blocks: Sequence[int]) -> int:
     """How many runs `coalesce` finds, without making them."""
     require_pairs(source_blocks, destination_blocks)
-    pairs = sorted(zip(destination_blocks, source_blocks, strict=True))
-    breaks = [1 for (d0, s0), (d1, s1) in pairwise(pairs) if d1 - d0 != 1 or s1 - s0 != 1]
-    return len(breaks) + bool(pairs)
+    source_of = dict(zip(destination_blocks, source_blocks, strict=True))
+    joined = [1 for destination, source in source_of.items() if source_of.get(destination + 1) == source + 1]
+    return len(source_of) - len(joined)
 
 
 def require_pairs(source_blocks: Sequence[int], destination_blocks: Sequence[int]) -> None:

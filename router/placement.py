@@ -234,6 +234,8 @@ def able_to_serve(query: PlacementQuery, prefill: Iterable[Candidate], decode: I
 
 def _allowed(query: PlacementQuery, candidates: Iterable[Candidate]) -> list[Candidate]:
     serving = [candidate for candidate in candidates if not candidate.view.draining]
+    if not query.avoid:
+        return serving
     untried = [candidate for candidate in serving if candidate.worker_id not in query.avoid]
     return untried or serving
 

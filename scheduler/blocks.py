@@ -143,13 +143,17 @@ class BlockPool:
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Blocks for new content, held once, ascending. There must be `num_blocks` available."""
+        taken = self.allocate_singly(num_blocks)
+        taken.sort()
+        return taken
+
+    def allocate_singly(self, num_blocks: int) -> list[int]:
+        """The blocks that so many calls would get that ask for one each."""
         free, ref_counts = self._free, self._ref_counts
-        taken = free[-num_blocks:] if num_blocks else []
+        taken = free[: -num_blocks - 1 : -1]
         del free[len(free) - len(taken) :]
         if len(taken) < num_blocks:
             taken += self._evict(num_blocks - len(taken))
-        if num_blocks > 1:
-            taken.sort()
         for block_id in taken:
             ref_counts[block_id] = 1
         return taken

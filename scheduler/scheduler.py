@@ -19,6 +19,7 @@ would free one, never from one ahead of it; if there is none it keeps what it ha
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Tokens
@@ -500,12 +501,12 @@ class Scheduler:
         first = min(map(RANK, attended + leaving), default=_LAST)
         if len(self._running.sequences) > self.config.settings.max_num_batched_tokens:
             first = _FIRST
-        for sequence in full:
-            if sequence.rank < first and self.pool.num_available:
-                sequence.block_ids += self.pool.allocate(1)
-            elif sequence not in due:
-                leaving.append(sequence)
-                first = min(first, sequence.rank)
+        num_served = min(bisect_left(full, first, key=RANK), self.pool.num_available)
+        for sequence, block_id in zip(full[:num_served], self.pool.allocate_singly(num_served), strict=True):
+            sequence.block_ids.append(block_id)
+        if unserved := [sequence for sequence in full[num_served:] if sequence not in due]:
+            leaving += unserved
+            first = min(first, unserved[0].rank)
         for sequence in due:
             num_steps = stride.steps_left(sequence)
             if sequence.rank < first:

@@ -79,12 +79,14 @@ def _choices(query: PlacementQuery, sources: list[Candidate], sinks: list[Candid
     more than each of both sides is looked at."""
     far: _Sink | None = None
     near: dict[str, _Sink] = {}
+    hosts = {source.view.host for source in sources}
     for position, sink in enumerate(sinks):
         score, host = _decode_score(query, sink), sink.view.host
-        here = _Sink(score + MOVE_COST_WITHIN_HOST * sink.uncached_tokens, position, sink)
         there = _Sink(score + MOVE_COST * sink.uncached_tokens, position, sink)
-        near[host] = min(near.get(host, here), here)
         far = there if far is None else min(far, there)
+        if host in hosts:
+            here = _Sink(score + MOVE_COST_WITHIN_HOST * sink.uncached_tokens, position, sink)
+            near[host] = min(near.get(host, here), here)
     for source in sources:
         score = _source_score(query, source)
         if source.view.role is Role.COLOCATED:
