@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from hashlib import blake2b
 
-from baton.scheduler.recency import Recency
+from baton.scheduler.recency import BlockRecency
 
 HASH_BYTES = 16
 
@@ -81,7 +81,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack, so that fresh blocks come in ascending runs
-        self._evictable: Recency[int] = Recency()
+        self._evictable = BlockRecency(num_blocks)
         self._ref_counts = [0] * num_blocks
         self._lend_counts = [0] * num_blocks  # how many of the holders have lent it
         self.num_lent = 0
@@ -95,12 +95,12 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        return len(self._evictable.batch_of)
+        return self._evictable.num_blocks
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` could hand out now."""
-        return len(self._free) + len(self._evictable.batch_of)
+        return len(self._free) + self._evictable.num_blocks
 
     @property
     def num_quarantined(self) -> int:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.scheduler import recency as recency_file
-from baton.scheduler.recency import Recency
+from baton.scheduler.recency import BlockRecency, Recency
 
 batches = st.lists(st.integers(0, 12), unique=True, max_size=8)
 
@@ -38,6 +38,35 @@ def test_keys_go_in_the_order_in_which_they_were_last_touched(events, tight: boo
             assert list(recency) == list(expected)
             assert len(recency) == len(expected)
             assert all((key in recency) == (key in expected) for key in range(13))
+    finally:
+        recency_file._LEFT_BEHIND = left_behind
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.one_of(batches, st.integers(0, 5), st.tuples(st.integers(0, 12))), max_size=40), st.booleans())
+def test_blocks_go_in_the_order_in_which_other_keys_would(events, tight: bool) -> None:
+    """As above; a block that is there is taken out before it is touched."""
+    left_behind, recency_file._LEFT_BEHIND = recency_file._LEFT_BEHIND, 2 if tight else 1024
+    try:
+        recency: Recency[int] = Recency()
+        blocks = BlockRecency(13)
+        for event in events:
+            if isinstance(event, list):
+                for block_id in event:
+                    if block_id in blocks:
+                        blocks.remove(block_id)
+                recency.touch(event)
+                blocks.touch(event)
+            elif isinstance(event, tuple):
+                if event[0] in recency:
+                    recency.remove(event[0])
+                    blocks.remove(event[0])
+            else:
+                number = min(event, len(recency))
+                assert blocks.pop_oldest(number) == recency.pop_oldest(number)
+            assert list(blocks) == list(recency)
+            assert len(blocks) == len(recency)
+            assert all((block_id in blocks) == (block_id in recency) for block_id in range(13))
     finally:
         recency_file._LEFT_BEHIND = left_behind
 
