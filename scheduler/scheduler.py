@@ -35,7 +35,7 @@ from baton.scheduler.load import SchedulerCounters, SchedulerLoad
 from baton.scheduler.plan import Chunk, Emitted, Progressed, Step, StepResult
 from baton.scheduler.queue import RANK, SequenceQueue
 from baton.scheduler.sequence import Rank, Sequence, State
-from baton.scheduler.stride import Stride
+from baton.scheduler.stride import Member, Stride
 
 __all__ = ["Refusal", "Scheduler", "SchedulerConfig", "SchedulerCounters", "SchedulerLoad"]
 
@@ -105,8 +105,8 @@ class Scheduler:
         self._stride: Stride | None = None
         self._attended = self._running.sequences  # those of the running that a plan looks at: all not in stride
         self._had_token: set[Sequence] = set()  # of the attended, those who had one at the last step
-        self._filling: list[Sequence] = []  # those in stride of whom the step in flight completes a block
-        self._full: list[Sequence] = []  # those of whom the last step did, so that they need one more now
+        self._filling: list[Member] = []  # those in stride of whom the step in flight completes a block
+        self._full: list[Member] = []  # those of whom the last step did, so that they need one more now
         if config.foretold_token is not None:
             assert not config.plans_ahead, "who plans ahead cannot foretell"
             self._stride = Stride(config.foretold_token)
@@ -486,34 +486,33 @@ class Scheduler:
             attended[:] = running
             self._filling = []
 
-    def _go_on(self, stride: Stride, due: list[Sequence]) -> None:
+    def _go_on(self, stride: Stride, due: list[Member]) -> None:
         """Has those in stride of whom this step completes a block, or of whom the last one did, stay in it, as far as
         that is the same as looking at each in its turn: up to the first that is looked at anyhow or finds no block.
 
             tokens     | block, full | block, full | next block
             step               due --^             ^-- one block more
         """
-        members, attended = stride.members, self._attended
-        full, self._full = [sequence for sequence in self._full if sequence in members], []
+        attended, number = self._attended, stride.num_begun
+        full, self._full = [member for member in self._full if not member.is_gone], []
         full.sort(key=RANK)
         due.sort(key=RANK)
-        leaving = [sequence for sequence in due if stride.steps_left(sequence) <= 0]
+        leaving = [member.sequence for member in due if member.last_step == number]
         first = min(map(RANK, attended + leaving), default=_LAST)
         if len(self._running.sequences) > self.config.settings.max_num_batched_tokens:
             first = _FIRST
         num_served = min(bisect_left(full, first, key=RANK), self.pool.num_available)
-        for sequence, block_id in zip(full[:num_served], self.pool.allocate_singly(num_served), strict=True):
-            sequence.block_ids.append(block_id)
-        if unserved := [sequence for sequence in full[num_served:] if sequence not in due]:
-            leaving += unserved
+        for member, block_id in zip(full[:num_served], self.pool.allocate_singly(num_served), strict=True):
+            member.sequence.block_ids.append(block_id)
+        if unserved := full[num_served:]:
             first = min(first, unserved[0].rank)
-        for sequence in due:
-            num_steps = stride.steps_left(sequence)
-            if sequence.rank < first:
-                stride.stay(sequence, min(self._block_size, num_steps))
-                self._filling.append(sequence)
-            elif num_steps > 0:
-                leaving.append(sequence)
+            leaving += [member.sequence for member in unserved if member not in due]
+        for member in due:
+            if member.rank < first:
+                stride.stay(member, self._block_size)
+                self._filling.append(member)
+            elif member.last_step > number:
+                leaving.append(member.sequence)
         for sequence in leaving:
             stride.leave(sequence)
         self._had_token.update(leaving)
@@ -522,11 +521,10 @@ class Scheduler:
     def _end_stride(self, stride: Stride) -> None:
         """A step is over for those in stride. Any others of it come after them in the order, if a block is full."""
         stride.end_step()
-        filled = self._filling
-        for sequence in filled:
-            stride.write_up(sequence)
-            self._name_full_blocks(sequence, sequence.num_computed_tokens)
-        self._full, self._filling = filled, []
+        self._full, self._filling = self._filling, []
+        for member in self._full:
+            stride.write_up(member.sequence)
+            self._name_full_blocks(member.sequence, member.sequence.num_computed_tokens)
 
     def _quiet_steps(self, sequence: Sequence, end: int, length: int) -> int:
         """In how many steps from this one on, which computes its token `end - 1`, a running sequence gets a token and
